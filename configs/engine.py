@@ -1,0 +1,105 @@
+"""Settings of one engine (driver and workers) and of a Serve deployment of it."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from configs.base import ConfigError, Settings, explain
+
+PAGE_SIZE = 64  # positions a page; kernels and the index-key layout rely on it
+
+
+class ParallelConfig(Settings):
+    """How a model is split over workers. Every rank sees every row; experts are split by expert over `ep_size`
+    groups of `tp_size / ep_size` ranks, and inside a group by their intermediate width."""
+
+    tp_size: int = Field(default=1, ge=1, description="ranks, one device each")
+    ep_size: int = Field(default=1, ge=1, description="expert partitions; divides tp_size")
+
+    @model_validator(mode="after")
+    def _divides(self) -> "ParallelConfig":
+        if self.tp_size % self.ep_size:
+            raise ValueError(
+                f"ep_size ({self.ep_size}) must divide tp_size ({self.tp_size}): "
+                f"use ep_size 1 (experts split inside) or ep_size {self.tp_size} (experts whole on a rank)"
+            )
+        return self
+
+
+class EngineConfig(Settings):
+    """Everything an engine needs to start."""
+
+    model: Path = Field(description="folder of a Hugging Face checkpoint")
+    parallel: ParallelConfig = ParallelConfig()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="compute type; auto = the checkpoint's on a GPU, float32 on a CPU"
+    )
+    max_model_len: int | None = Field(default=None, ge=1, description="prompt + output tokens; default from the model")
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="slots: sequences that run at a time")
+    max_num_batched_tokens: int = Field(default=1024, ge=1, description="rows of one step, prefill and decode together")
+    kv_cache_memory_fraction: float = Field(
+        default=0.9, gt=0.0, lt=1.0, description="GPU: share of the device's memory that weights and cache may take"
+    )
+    kv_cache_bytes: int | None = Field(
+        default=None, ge=1, description="KV cache of a rank; default: from the fraction on a GPU, 512 MiB on a CPU"
+    )
+    enable_prefix_caching: bool = True
+    max_inflight_steps: Literal[1, 2] = Field(default=2, description="2 = plan step N+1 while step N runs")
+    attention_backend: Literal["auto", "torch"] = "auto"
+    moe_backend: Literal["auto", "torch"] = "auto"
+    num_draft_tokens: int = Field(default=0, ge=0, description="tokens drafted a step by the MTP module")
+    seed: int | None = Field(default=None, description="seeds requests that bring no seed, so that a run repeats")
+    cpu_threads: int | None = Field(default=None, ge=1, description="threads of a CPU worker; default cores / tp_size")
+    step_timeout_s: float = Field(default=120.0, gt=0, description="a step that takes longer fails the engine")
+    start_timeout_s: float = Field(default=1800.0, gt=0, description="from start to every worker ready")
+
+    @field_validator("model")
+    @classmethod
+    def _is_checkpoint(cls, value: Path) -> Path:
+        value = value.expanduser()
+        if not value.is_dir():
+            raise ValueError(f"{value} is not a folder: give the folder that holds config.json and *.safetensors")
+        if not (value / "config.json").is_file():
+            raise ValueError(f"{value} has no config.json: give the folder of a Hugging Face checkpoint")
+        return value.resolve()
+
+    @field_validator("num_draft_tokens")
+    @classmethod
+    def _no_drafts_yet(cls, value: int) -> int:
+        if value:
+            raise ValueError("speculative decoding is not available in this version: use 0")
+        return value
+
+
+class DeploymentConfig(Settings):
+    """How Ray Serve runs replicas of the engine. Defaults fit an LLM, not a web page."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    max_ongoing_requests: int = Field(default=1024, ge=1, description="requests a replica accepts at a time")
+    max_queued_requests: int = Field(default=-1, ge=-1, description="beyond them, per caller; -1 = no limit")
+    health_check_period_s: float = Field(default=1.0, gt=0)
+    health_check_timeout_s: float = Field(default=10.0, gt=0)
+    graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0, description="longest stream that may finish")
+    placement_group_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+
+
+class ServeConfig(Settings):
+    """The `args:` of a Serve application (`import_path: serve.app:build`)."""
+
+    engine: EngineConfig
+    served_model_name: str | None = Field(default=None, min_length=1, description="default: the folder's name")
+    deployment: DeploymentConfig = DeploymentConfig()
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.engine.model.name
+
+    @classmethod
+    def from_args(cls, args: dict[str, Any]) -> "ServeConfig":
+        """Validates; raises ConfigError with one line for each problem."""
+        try:
+            return cls.model_validate(args)
+        except ValidationError as error:
+            raise ConfigError(explain(error, where="args")) from None

@@ -1,0 +1,127 @@
+"""HTTP plumbing: bodies, server-sent events, request ids, and noticing that a client has gone."""
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.api.errors import ApiError, bad_request, to_api_error
+from serve.api.responses import Json
+
+MAX_BODY_BYTES = 32 * 2**20
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# Some clients split lines at these characters too, which JSON may hold as they are.
+_LINE_BREAKS = {"\u0085": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
+
+T = TypeVar("T")
+
+
+async def read_json_body(request: Request) -> Any:
+    """Raises ApiError: 413 for a body over MAX_BODY_BYTES, 400 for one that is not JSON."""
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise _too_large()
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_large()
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"The request body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def json_response(content: Json, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers())
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, closed with `data: [DONE]` also after an error. A client that goes away closes `events`."""
+
+    def __init__(self, events: AsyncGenerator[Json, None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold chunks back
+        self._lines = _sse(events)
+        super().__init__(self._lines, headers=headers, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._lines):
+            await self.stream_response(send)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None when the client went away first: `work` is then cancelled and has ended."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class RequestIdMiddleware:
+    """Returns the client's X-Request-Id, or a new one where it sent none that is fit for a header and a log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+async def _sse(events: AsyncGenerator[Json, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield _event(event)
+    except Exception as error:
+        yield _event(to_api_error(error).body())
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: Json) -> bytes:
+    data = msgspec.json.encode(content)
+    for char, escaped in _LINE_BREAKS.items():
+        data = data.replace(char.encode(), escaped)
+    return b"data: " + data + b"\n\n"
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_large() -> ApiError:
+    message = f"The request body is larger than {MAX_BODY_BYTES} bytes."
+    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="request_too_large")

@@ -1,0 +1,114 @@
+"""The HTTP side of the OpenAI API. Bodies are parsed by hand so that every error has OpenAI's envelope."""
+
+from collections.abc import Awaitable, Callable, Coroutine
+from http import HTTPStatus
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.api.errors import ApiError, to_api_error
+from serve.api.http import (
+    EventStream,
+    RequestIdMiddleware,
+    error_response,
+    json_response,
+    read_json_body,
+    while_connected,
+)
+from serve.api.responses import Json
+from serve.api.serving import Events, OpenAIServing
+
+_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
+
+
+def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
+    """The application; `get_serving` is called for each request, as the serving may exist only in a replica."""
+    app = FastAPI(title="Shoal", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(RequestIdMiddleware)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _any_error)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        serving = get_serving()
+        return await _generate(request, serving.chat, serving.open_chat)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        serving = get_serving()
+        return await _generate(request, serving.completions, serving.open_completions)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response(get_serving().models())
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        try:
+            return json_response(get_serving().model(name))
+        except ApiError as error:
+            return error_response(error)
+
+    @app.get("/health")
+    async def health() -> Response:
+        try:
+            get_serving().check_alive()
+        except ApiError as error:
+            return error_response(error)
+        return json_response({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": _version()})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        serving = get_serving()
+        return Response(serving.render_metrics(), media_type=serving.metrics.content_type)
+
+    return app
+
+
+async def _generate(
+    request: Request,
+    whole: Callable[[Json], Coroutine[Any, Any, Json]],
+    opened: Callable[[Json], Awaitable[Events]],
+) -> Response:
+    """One answer or a stream of it. A client that goes away aborts either."""
+    try:
+        body = await read_json_body(request)
+        if isinstance(body, dict) and body.get("stream") is True:
+            return EventStream(await opened(body))
+        answer = await while_connected(request.receive, whole(body))
+    except Exception as error:
+        return error_response(to_api_error(error))
+    return Response(status_code=_CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown routes and wrong methods."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message, code = f"Unknown request URL: {where}", "unknown_url"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message, code = f"Method not allowed: {where}", "method_not_allowed"
+    else:
+        message, code = str(error.detail), "http_error"
+    body = ApiError(error.status_code, message, code=code).body()
+    return json_response(body, error.status_code, dict(error.headers or {}))
+
+
+async def _any_error(request: Request, error: Exception) -> Response:
+    return error_response(to_api_error(error))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("shoal")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"

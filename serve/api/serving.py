@@ -1,0 +1,196 @@
+"""OpenAI's chat and completions over an engine: dicts in, dicts out. HTTP routes and deployment handles share it."""
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from serve.api.choice import Choice, Piece
+from serve.api.engine_protocol import Engine
+from serve.api.errors import engine_dead, to_api_error
+from serve.api.fanout import Fanout
+from serve.api.intake import Intake
+from serve.api.job import Job
+from serve.api.logprobs import chat_logprobs, completion_logprobs
+from serve.api.protocol import ChatRequest, CompletionRequest, parse
+from serve.api.responses import Json, chat_choice, chat_delta, model_card, text_choice
+from serve.chat_template import ChatTemplate
+from serve.driver.messages import RequestDelta
+from serve.metrics import EngineMetrics, SequenceTimer
+from serve.tokenizer import Tokenizer
+
+Events = AsyncGenerator[Json, None]
+
+
+class OpenAIServing:
+    """`sampling_defaults` are the checkpoint's (see `checkpoint_defaults`); `chat_template` None refuses chat.
+
+    Temperature, top_p, top_k, min_p and repetition_penalty that a request leaves out come from these defaults, as in
+    vLLM. All calls raise ApiError and nothing else; cancelling a call, or closing a stream, aborts its sequences.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        model_name: str,
+        sampling_defaults: dict[str, float] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.model_name = model_name
+        self.metrics = EngineMetrics(model_name)
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        defaults = sampling_defaults or {}
+        self._intake = Intake(tokenizer, chat_template, model_name, defaults, engine.max_model_len, engine.vocab_size)
+
+    def models(self) -> Json:
+        return {"object": "list", "data": [self.model(self.model_name)]}
+
+    def model(self, name: str) -> Json:
+        self._intake.check_model(name)
+        return model_card(name, self._created, self.engine.max_model_len)
+
+    def render_metrics(self) -> bytes:
+        return self.metrics.render(self.engine.stats)
+
+    def check_alive(self) -> None:
+        """Raises ApiError (503) once the engine is gone."""
+        if self.engine.dead is not None:
+            raise engine_dead()
+
+    async def chat(self, body: Json) -> Json:
+        job = await self._intake.chat(parse(ChatRequest, body))
+        pieces = await self._collect(job)
+        choices = [
+            chat_choice(choice.index, piece.text, self._chat_scores(job, piece), choice.finish_reason)
+            for choice, piece in zip(job.choices, pieces, strict=True)
+        ]
+        return job.head("chat.completion") | {"choices": choices, "usage": job.usage()}
+
+    async def completions(self, body: Json) -> Json:
+        job = await self._intake.completion(parse(CompletionRequest, body))
+        pieces = await self._collect(job)
+        choices = [
+            text_choice(choice.index, piece.text, self._text_scores(job, piece), choice.finish_reason)
+            for choice, piece in zip(job.choices, pieces, strict=True)
+        ]
+        return job.head("text_completion") | {"choices": choices, "usage": job.usage()}
+
+    async def chat_stream(self, body: Json) -> Events:
+        """The chunks of a streamed answer; the body need not say `stream`."""
+        async with aclosing(await self.open_chat({**body, "stream": True})) as events:
+            async for event in events:
+                yield event
+
+    async def completions_stream(self, body: Json) -> Events:
+        """The chunks of a streamed answer; the body need not say `stream`."""
+        async with aclosing(await self.open_completions({**body, "stream": True})) as events:
+            async for event in events:
+                yield event
+
+    async def open_chat(self, body: Json) -> Events:
+        """chat_stream in two steps: a bad request fails here, before the stream begins."""
+        job = await self._intake.chat(parse(ChatRequest, body))
+        self.check_alive()
+        return self._chat_events(job)
+
+    async def open_completions(self, body: Json) -> Events:
+        """completions_stream in two steps: a bad request fails here, before the stream begins."""
+        job = await self._intake.completion(parse(CompletionRequest, body))
+        self.check_alive()
+        return self._completion_events(job)
+
+    # --------------------------------------------------------------------------------------------------- streaming
+
+    async def _chat_events(self, job: Job) -> Events:
+        kind = "chat.completion.chunk"
+        greeted: set[int] = set()
+        async with aclosing(self._run(job)) as changes:
+            async for choice in changes:
+                piece, delta = choice.take(), {}
+                if choice.index not in greeted and (piece.text or choice.finish_reason):
+                    greeted.add(choice.index)
+                    delta = {"role": "assistant", "content": ""}
+                if piece.text or piece.scores:
+                    delta["content"] = piece.text
+                if delta:
+                    scores = self._chat_scores(job, piece)
+                    yield job.chunk(kind, chat_delta(choice.index, delta, scores, None))
+                if choice.finish_reason:
+                    yield job.chunk(kind, chat_delta(choice.index, {}, None, choice.finish_reason))
+        if job.include_usage:
+            yield job.head(kind) | {"choices": [], "usage": job.usage()}
+
+    async def _completion_events(self, job: Job) -> Events:
+        kind = "text_completion"
+        async with aclosing(self._run(job)) as changes:
+            async for choice in changes:
+                piece = choice.take()
+                if piece.text or piece.scores:
+                    yield job.chunk(kind, text_choice(choice.index, piece.text, self._text_scores(job, piece), None))
+                if choice.finish_reason:
+                    yield job.chunk(kind, text_choice(choice.index, "", None, choice.finish_reason))
+        if job.include_usage:
+            yield job.head(kind) | {"choices": [], "usage": job.usage()}
+
+    async def _collect(self, job: Job) -> list[Piece]:
+        self.check_alive()
+        async with aclosing(self._run(job)) as changes:
+            async for _ in changes:
+                pass
+        return [choice.take() for choice in job.choices]
+
+    # ----------------------------------------------------------------------------------------------------- running
+
+    async def _run(self, job: Job) -> AsyncGenerator[Choice, None]:
+        """Runs the job's sequences; yields a choice whenever it has changed, the last time with a finish reason."""
+        timers = [SequenceTimer(self.metrics) for _ in job.choices]
+        ended = "abort"
+        try:
+            async with Fanout([self._generate(job, index) for index in range(len(job.choices))]) as fanout:
+                left = len(job.choices)
+                while left:
+                    changed = self._take_in(job, await fanout.batch(), timers)
+                    for choice in changed:
+                        if choice.finish_reason:
+                            fanout.stop(choice.index)
+                            left -= 1
+                    for choice in changed:
+                        yield choice
+        except Exception as error:
+            ended = "error"
+            raise to_api_error(error) from None
+        finally:
+            for timer in timers:
+                timer.finish(ended)
+
+    def _generate(self, job: Job, index: int) -> AsyncIterator[RequestDelta]:
+        return self.engine.generate(
+            job.prompt(index).token_ids,
+            job.params[index],
+            request_id=f"{job.id}-{index}",
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+        )
+
+    def _take_in(self, job: Job, batch: list[tuple[int, RequestDelta]], timers: list[SequenceTimer]) -> list[Choice]:
+        """The choices that the deltas changed, each once: what arrived together leaves in one chunk."""
+        changed: dict[int, Choice] = {}
+        for index, delta in batch:
+            choice = job.choices[index]
+            if choice.is_finished():  # the engine was ahead of a stop string
+                continue
+            before = choice.num_tokens
+            choice.add(delta)
+            changed[index] = choice
+            timers[index].add_tokens(choice.num_tokens - before)
+            if choice.finish_reason:
+                timers[index].finish(choice.finish_reason)
+        return list(changed.values())
+
+    def _chat_scores(self, job: Job, piece: Piece) -> Json | None:
+        return None if job.top_logprobs is None else chat_logprobs(self._tokenizer, piece.scores, job.top_logprobs)
+
+    def _text_scores(self, job: Job, piece: Piece) -> Json | None:
+        return None if job.top_logprobs is None else completion_logprobs(self._tokenizer, piece.scores)

@@ -1,0 +1,144 @@
+"""A checkpoint's tokenizer, read from tokenizer.json by the `tokenizers` library (transformers is slow to import)."""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders
+
+from configs.base import ConfigError
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TokenizerError(ValueError):
+    """A text that cannot be encoded."""
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet of byte-level BPE: printable characters stand for themselves, the others follow U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+class Tokenizer:
+    """Text to ids and back. Thread-safe; large texts release the GIL while they are encoded.
+
+    `encode(..., add_special_tokens=True)` adds what tokenizer.json's post-processor adds, as transformers 5 does. Where
+    that is nothing, `"add_bos_token": true` still adds bos if `tokenizer_class` is one of Llama's, for which the flag
+    has always meant that (DeepSeek-V3 ships such a pair).
+
+    Raises ConfigError when the folder has no usable tokenizer.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"{folder} has no tokenizer.json: Shoal reads that file alone; convert other formats with "
+                "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+        try:
+            self._fast: FastTokenizer = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        config = read_json(folder / "tokenizer_config.json")
+        self.special_tokens = _named_tokens(read_json(folder / "special_tokens_map.json")) | _named_tokens(config)
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_ids = self._find_eos(folder)
+        self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
+        self.byte_level = isinstance(self._fast.decoder, decoders.ByteLevel)
+        self._special_ids = frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
+        self._bytes: dict[int, bytes] = {}
+        self._bos_prefix = self._bos_by_flag(config)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises TokenizerError for text that is not valid Unicode (a lone surrogate)."""
+        try:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise TokenizerError("the text is not valid Unicode (it holds a lone surrogate)") from None
+        return self._bos_prefix + ids if add_special_tokens else ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for (empty for an id the vocabulary lacks)."""
+        if (known := self._bytes.get(token_id)) is None:
+            known = self._bytes[token_id] = self._find_bytes(token_id)
+        return known
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest entry: no token covers more text."""
+        return max(map(len, self._fast.get_vocab(with_added_tokens=True)))
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self._fast.id_to_token(token_id)
+        if token is None:
+            return b""
+        if not self.byte_level:
+            text: str = self._fast.decode([token_id], skip_special_tokens=False)
+            return text.encode()
+        if all(char in _BYTE_OF_CHAR for char in token):
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        return bytes(token.encode())  # an added token, e.g. with U+FF5C, stands for itself
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._fast.token_to_id(token)
+
+    def _find_eos(self, folder: Path) -> tuple[int, ...]:
+        """The tokenizer's eos and generation_config.json's; config.json's only where neither names one."""
+        named = self._id_of("eos_token")
+        found = [] if named is None else [named]
+        found += _as_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
+        found = found or _as_ids(read_json(folder / "config.json").get("eos_token_id"))
+        return tuple(dict.fromkeys(found))
+
+    def _bos_by_flag(self, config: dict[str, Any]) -> list[int]:
+        llama = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
+        if self.bos_token_id is None or not llama or config.get("add_bos_token") is not True:
+            return []
+        return [] if self._fast.encode("", add_special_tokens=True).ids else [self.bos_token_id]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An optional file of the checkpoint: {} when it is not there. Raises ConfigError when it is no JSON object."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token and the like, which are strings or {"content": string}."""
+    tokens = {}
+    for name in _NAMED_TOKENS:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _as_ids(value: Any) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, list) else [int(value)]

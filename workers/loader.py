@@ -1,0 +1,136 @@
+"""Fills a rank's parameters from safetensors files, reading only the slices the rank owns."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from configs.base import ConfigError
+from configs.model import read_json
+from layers.models.decoder import Decoder
+from layers.weights import Weight
+
+# Mapped file pages count as resident memory; a file is mapped anew after this many bytes so that loading a shard
+# needs no more host memory than the shard itself and about one GiB.
+_REMAP_BYTES = 1 << 30
+_SHOWN = 5
+_INDEX = "model.safetensors.index.json"
+_SCALES = (".weight_scale_inv", ".weight_scale", ".weight_scale_2", ".input_scale", ".scale")
+
+
+class CheckpointError(ConfigError):
+    """The checkpoint does not fit the model its config.json describes."""
+
+
+def load_weights(model: Decoder, folder: Path, progress: Callable[[int, int], None]) -> None:
+    """Reads every tensor (slice) that `model.weights()` names into its target, casting to the target's dtype.
+
+    `progress(done_bytes, total_bytes)` counts bytes of the rank's own parameters. Raises CheckpointError when a file
+    or tensor is missing, misshapen or quantised, when a parameter would stay unfilled, or when the checkpoint holds a
+    tensor that the model neither uses nor knowingly skips.
+    """
+    by_name = {weight.name: weight for weight in model.weights()}
+    files = _tensor_files(folder)
+    _check_names(model, by_name, files, folder)
+    _check_filled(model, by_name)
+    by_file: dict[Path, list[Weight]] = defaultdict(list)
+    for name, weight in by_name.items():
+        by_file[files[name]].append(weight)
+    total = sum(_bytes(weight.target) for weight in by_name.values())
+    done = 0
+    for path, weights in by_file.items():
+        for weight, tensor in _read(path, weights):
+            weight.target.copy_(tensor)
+            done += _bytes(weight.target)
+            progress(done, total)
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor: from the index if there is one, else from the single file's header."""
+    index = folder / _INDEX
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index} has no weight_map: download the checkpoint again")
+        files = {name: folder / file for name, file in weight_map.items()}
+    else:
+        single = folder / "model.safetensors"
+        if not single.is_file():
+            raise CheckpointError(f"{folder} has neither {_INDEX} nor model.safetensors: are the weights downloaded?")
+        with _open(single) as file:
+            files = dict.fromkeys(file.keys(), single)
+    if absent := sorted({path.name for path in files.values() if not path.is_file()}):
+        raise CheckpointError(f"{folder} lacks {_some(absent)}, which {_INDEX} lists: download them")
+    return files
+
+
+def _check_names(model: Decoder, wanted: dict[str, Weight], files: dict[str, Path], folder: Path) -> None:
+    if missing := sorted(wanted.keys() - files.keys()):
+        raise CheckpointError(f"{folder} has no tensor {_some(missing)}; config.json describes a model that needs it")
+    extra = sorted(name for name in files.keys() - wanted.keys() if model.unused(name) is None)
+    if any(name.endswith(_SCALES) for name in extra):
+        raise CheckpointError(f"{folder} is quantised ({_some(extra)}); this version loads bf16, fp16 and fp32 weights")
+    if extra:
+        raise CheckpointError(f"{folder} holds {_some(extra)}, which the model described by config.json does not use")
+
+
+def _check_filled(model: Decoder, by_name: dict[str, Weight]) -> None:
+    filled: dict[int, int] = defaultdict(int)
+    for weight in by_name.values():
+        filled[weight.target.untyped_storage().data_ptr()] += weight.target.numel()
+    for name, parameter in model.named_parameters():
+        if filled[parameter.untyped_storage().data_ptr()] != parameter.numel():
+            raise CheckpointError(f"parameter {name} would not be filled from the checkpoint")
+
+
+def _read(path: Path, weights: list[Weight]) -> Iterator[tuple[Weight, torch.Tensor]]:
+    """Yields each weight with its slice, in the order of the list."""
+    pending = iter(weights)
+    more = True
+    while more:
+        more = False
+        touched = 0
+        with _open(path) as file:
+            for weight in pending:
+                tensor = _slice(file, weight, path)
+                touched += _bytes(tensor)
+                yield weight, tensor
+                if touched > _REMAP_BYTES:
+                    more = True
+                    break
+
+
+def _slice(file: safe_open, weight: Weight, path: Path) -> torch.Tensor:
+    source = file.get_slice(weight.name)
+    shape, want, shard = list(source.get_shape()), list(weight.target.shape), weight.shard
+    if shard is not None:
+        want[shard.dim] = shard.full
+    if shape != want:
+        raise CheckpointError(f"{path.name}: {weight.name} has shape {shape}; config.json implies {want}")
+    if not str(source.get_dtype()).startswith(("BF16", "F16", "F32")):
+        raise CheckpointError(
+            f"{path.name}: {weight.name} is {source.get_dtype()}; this version loads bf16, fp16 and fp32 weights"
+        )
+    if shard is None:
+        return source[:]
+    span = slice(shard.start, shard.start + shard.length)
+    return source[span] if shard.dim == 0 else source[:, span]
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file ({error}): download it again") from None
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
