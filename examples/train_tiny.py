@@ -26,7 +26,7 @@ import torch
 from tiny.checkpoint import load, save
 from tiny.config import PRESETS, Mode
 from tiny.data import LOOKAHEAD, Corpus, build_corpus
-from tiny.evaluate import held_out_losses, report, write
+from tiny.evaluate import answers, held_out_losses, report, write
 from tiny.model import Gate, TinyModel
 from tiny.objective import Losses, drafting_losses, language_losses
 from torch import Tensor, nn
@@ -189,8 +189,15 @@ class Trainer:
 
     def figures(self) -> dict[str, Any]:
         """Held-out figures of the model as it is now."""
+        recipe = self.recipe
+        rows, length = min(recipe.own_rows, 64), min(recipe.context, 512) + LOOKAHEAD
         with self.autocast():
-            return report(self.model, self.corpus, self.recipe.context, min(self.recipe.own_rows, 64))
+            return report(self.model, self.corpus, recipe.context, rows, length)
+
+    def answers(self) -> dict[str, str]:
+        """Greedy answers to a few questions."""
+        with self.autocast():
+            return answers(self.model, self.corpus.tokenizer)
 
 
 def train(recipe: Recipe, corpus: Corpus, tokenizer_file: Path, out: Path, device: str) -> dict[str, Any]:
@@ -211,8 +218,9 @@ def train(recipe: Recipe, corpus: Corpus, tokenizer_file: Path, out: Path, devic
         "epochs": round(trainer.log.tokens * (1 - recipe.chat_share) / corpus.tokens, 1),
         "seconds": round(trainer.log.seconds, 1),
         "seconds_before_drafting": round(seconds, 1),
-        "before_drafting": {k: v for k, v in before.items() if k != "answers"},
+        "before_drafting": before,
         **trainer.figures(),
+        "answers": trainer.answers(),
     }
     log = {"recipe": asdict(recipe), "result": result, "log": trainer.log.entries}
     (out / "train_log.json").write_text(json.dumps(log, indent=1, ensure_ascii=False) + "\n")
@@ -239,7 +247,7 @@ def main() -> None:
     if args.evaluate:
         trainer = Trainer(recipe, corpus, device)
         trainer.model = load(args.evaluate, device)
-        result = trainer.figures()
+        result = {**trainer.figures(), "answers": trainer.answers()}
     else:
         result = train(recipe, corpus, args.tokenizer, args.out, device)
     print(json.dumps(result, indent=1, ensure_ascii=False))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 
 import msgspec
@@ -23,7 +23,7 @@ from serve.driver.messages import (
     ToDriver,
 )
 from serve.errors import EngineDeadError
-from serve.hosting import EnginePlan, HostFactory
+from serve.hosting import EnginePlan, Host, HostFactory
 from workers.step import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,11 @@ class AsyncEngine:
     """A started engine. Make it with `start`; use it from the event loop that started it."""
 
     def __init__(
-        self, plan: EnginePlan, host_factory: HostFactory, on_progress: Callable[[StartupProgress], None]
+        self,
+        plan: EnginePlan,
+        host: Host,
+        exited: "asyncio.Future[str]",
+        on_progress: Callable[[StartupProgress], None],
     ) -> None:
         self.plan = plan
         self.max_model_len = plan.max_model_len
@@ -50,7 +54,8 @@ class AsyncEngine:
         self._stopped = False
         self.died = asyncio.Event()
         self._ready: Future[EngineReady] = Future()
-        self._host = host_factory(plan, self._on_worker_exit)
+        self._host = host
+        exited.add_done_callback(lambda message: self._loop.call_later(_LAST_WORDS_S, self._fail, message.result()))
         self._context = zmq.Context()
         self._requests = self._context.socket(zmq.PUSH)
         self._requests.setsockopt(zmq.LINGER, 0)
@@ -68,7 +73,17 @@ class AsyncEngine:
         on_progress: Callable[[StartupProgress], None] = lambda progress: None,
     ) -> "AsyncEngine":
         """Starts driver and workers and waits for them. Raises EngineDeadError with the cause when they cannot."""
-        engine = cls(plan, host_factory, on_progress)
+        loop = asyncio.get_running_loop()
+        exited: asyncio.Future[str] = loop.create_future()
+
+        def note_exit(message: str) -> None:
+            if not exited.done():
+                exited.set_result(message)
+
+        host = await asyncio.to_thread(
+            host_factory, plan, lambda message: loop.call_soon_threadsafe(note_exit, message)
+        )
+        engine = cls(plan, host, exited, on_progress)
         try:
             await asyncio.wrap_future(engine._ready)
         except BaseException:
@@ -99,7 +114,7 @@ class AsyncEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestDelta]:
+    ) -> AsyncGenerator[RequestDelta, None]:
         """Yields what each step adds; closing the generator aborts the request.
 
         Raises EngineDeadError when the engine is gone, ValueError for a request_id that is in use.
@@ -169,11 +184,6 @@ class AsyncEngine:
             self._on_progress(message)
         elif isinstance(message, EngineDead):
             self._fail(message.message)
-
-    def _on_worker_exit(self, message: str) -> None:
-        """From a thread of the host."""
-        if not self._stopped:
-            self._loop.call_soon_threadsafe(self._loop.call_later, _LAST_WORDS_S, self._fail, message)
 
     def _fail(self, message: str) -> None:
         if self._dead is not None:

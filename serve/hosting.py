@@ -55,7 +55,7 @@ class Host(Protocol):
         """Ends what is still running. The driver was sent Shutdown before, if it could be."""
 
 
-HostFactory = Callable[[EnginePlan, Callable[[str], None]], Host]
+HostFactory = Callable[[EnginePlan, Callable[[str], object]], Host]
 
 
 class LocalHost:
@@ -64,7 +64,7 @@ class LocalHost:
     `on_death(message)` is called from a thread when a worker exits before `stop`.
     """
 
-    def __init__(self, plan: EnginePlan, on_death: Callable[[str], None]) -> None:
+    def __init__(self, plan: EnginePlan, on_death: Callable[[str], object]) -> None:
         self._on_death = on_death
         self._stopping = False
         self._ipc_dir = Path(tempfile.mkdtemp(prefix="shoal-"))

@@ -1,5 +1,6 @@
 """The paged latent cache: one tensor a layer, `PAGE_SIZE` positions a page, the same pages in every layer."""
 
+import numpy as np
 import torch
 
 from configs.base import ConfigError
@@ -34,6 +35,11 @@ def pages_that_fit(config: EngineConfig, available: int | None, bytes_per_page: 
 
 
 def allocate(model: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """One zeroed [num_pages, PAGE_SIZE, cache_dim] tensor a layer."""
-    whole = torch.zeros(len(model.layers), num_pages, PAGE_SIZE, model.attention.cache_dim, dtype=dtype, device=device)
-    return list(whole)
+    """One zeroed [num_pages, PAGE_SIZE, cache_dim] tensor a layer. Zeroed, since what lies past a sequence's end in
+    its last page meets a weight of 0, which NaN would survive."""
+    shape = (len(model.layers), num_pages, PAGE_SIZE, model.attention.cache_dim)
+    if device.type == "cpu":
+        # numpy's zeros are the kernel's own: pages cost time and memory only once they are written.
+        raw = np.zeros(num_pages * page_bytes(model, dtype), dtype=np.uint8)
+        return list(torch.from_numpy(raw).view(dtype).view(shape))
+    return list(torch.zeros(shape, dtype=dtype, device=device))

@@ -115,21 +115,17 @@ def answers(model: TinyModel, tokenizer: Tokenizer, limit: int = 120) -> dict[st
     return out
 
 
-def report(model: TinyModel, corpus: Corpus, context: int, rows: int, seed: int = 1) -> dict[str, Any]:
-    """All figures of a model, on held-out chapters."""
+def report(model: TinyModel, corpus: Corpus, context: int, rows: int, length: int, seed: int = 1) -> dict[str, Any]:
+    """Losses on held-out chapters, and drafts on greedy text: rows of `length` tokens, begun by held-out chapters and
+    by prompts as in training."""
     model.eval()
-    device = model.frequencies.device
-    ids, own = write(model, corpus.prompts(Random(seed), held_out=True), rows, context)
-    accepted, tokens = acceptance(model, ids, own)
-    chat_ids, chat_own = write(model, corpus.prompts(Random(seed), held_out=False), rows, context)
-    chat_accepted, chat_tokens = acceptance(model, chat_ids, chat_own)
-    said = answers(model, corpus.tokenizer)
-    return {
-        "held_out_loss": [round(x, 4) for x in held_out_losses(model, corpus.held_out_rows(context).to(device))],
-        "drafts_accepted": [round(x, 4) for x in accepted],
-        "mean_tokens_per_step": round(tokens, 3),
-        "tokens_judged": int(own.sum()),
-        "drafts_accepted_training_prompts": [round(x, 4) for x in chat_accepted],
-        "mean_tokens_per_step_training_prompts": round(chat_tokens, 3),
-        "answers": said,
-    }
+    out: dict[str, Any] = {}
+    held = corpus.held_out_rows(context).to(model.frequencies.device)
+    out["held_out_loss"] = [round(x, 4) for x in held_out_losses(model, held)]
+    for name, held_out in (("", True), ("_training_prompts", False)):
+        ids, own = write(model, corpus.prompts(Random(seed), held_out), rows, length)
+        rates, tokens = acceptance(model, ids, own)
+        out["drafts_accepted" + name] = [round(x, 4) for x in rates]
+        out["mean_tokens_per_step" + name] = round(tokens, 3)
+        out["tokens_judged" + name] = int(own.sum())
+    return out

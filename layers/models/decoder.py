@@ -17,7 +17,6 @@ from layers.norm import RMSNorm
 from layers.rotary import RotaryEmbedding, Rotation
 from layers.weights import Weight
 
-
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(mlp\.experts\.(?P<expert>\d+)\.(gate|up|down)_proj\.weight$)?")
 
 

@@ -1,0 +1,140 @@
+"""Hosts an engine in Ray actors: one driver beside the front end, one worker for each rank, in one placement group.
+
+Ray places, starts, watches and kills; steps go over ZeroMQ. A lost worker is never restarted alone: its peers hold a
+broken communicator, so the whole engine is replaced.
+"""
+
+import contextlib
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from configs.base import ConfigError
+from configs.engine import EngineConfig
+from serve.driver.channels import Endpoints
+from serve.driver.driver import Driver
+from serve.hosting import EnginePlan
+from workers.worker import Worker, WorkerSpec
+
+_STOP_TIMEOUT_S = 5.0
+
+
+def ray_device(config: EngineConfig) -> str:
+    """ "cpu" or "cuda" for workers of this cluster; `auto` takes GPUs when the cluster has enough for the ranks."""
+    if config.device == "auto":
+        gpus = ray.cluster_resources().get("GPU", 0)
+        return "cuda" if gpus >= config.parallel.tp_size else "cpu"
+    return config.device
+
+
+def placement_bundles(config: EngineConfig, device: str) -> list[dict[str, float]]:
+    """Bundle 0 is the replica's (and driver's); the others are the ranks'."""
+    worker = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
+    return [{"CPU": 1.0}, *([worker] * config.parallel.tp_size)]
+
+
+class DriverActor:
+    """The driver in a process of its own, on the front end's node."""
+
+    def __init__(self, config: str, max_model_len: int, ipc_dir: str, host: str | None) -> None:
+        self._driver = Driver(EngineConfig.model_validate_json(config), max_model_len, ipc_dir, host)
+
+    def endpoints(self) -> Endpoints:
+        return self._driver.endpoints
+
+    def run(self) -> None:
+        """Blocks until the engine ends."""
+        self._driver.run()
+
+
+class RayHost:
+    """Driver and workers as actors in `group`, whose bundle 0 holds the calling process.
+
+    `on_death(message)` is called from a thread when one of them ends before `stop`.
+    """
+
+    def __init__(
+        self, plan: EnginePlan, on_death: Callable[[str], object], *, group: PlacementGroup, device: str
+    ) -> None:
+        self._on_death = on_death
+        self._stopping = False
+        self._ipc_dir = Path(tempfile.mkdtemp(prefix="shoal-"))
+        ranks = range(plan.config.parallel.tp_size)
+        worker_resources = {"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0}
+        self._workers = [self._actor(Worker, group, 1 + rank, worker_resources).remote() for rank in ranks]
+        here = ray.util.get_node_ip_address()
+        addresses = ray.get([worker.node_address.remote() for worker in self._workers])
+        one_node = set(addresses) == {here}
+        self._driver = self._actor(DriverActor, group, 0, {"num_cpus": 0}).remote(
+            plan.config.model_dump_json(), plan.max_model_len, str(self._ipc_dir), None if one_node else here
+        )
+        self._endpoints: Endpoints = ray.get(self._driver.endpoints.remote())
+        rendezvous = f"file://{self._ipc_dir / 'rendezvous'}"
+        if not one_node:
+            rendezvous = ray.get(self._workers[0].free_rendezvous.remote(addresses[0]))
+        self._runs = {self._driver.run.remote(): "the driver"}
+        for rank, (worker, address) in enumerate(zip(self._workers, addresses, strict=True)):
+            transport = 0 if address == here else 1  # ipc on the driver's node, else tcp
+            spec = WorkerSpec(
+                config=plan.config.model_dump_json(),
+                max_model_len=plan.max_model_len,
+                rank=rank,
+                device="cuda:0" if device == "cuda" else "cpu",
+                steps=self._endpoints.steps[transport],
+                replies=self._endpoints.replies[transport],
+                rendezvous=rendezvous,
+            )
+            self._runs[worker.run.remote(spec)] = f"worker {rank}"
+        threading.Thread(target=self._watch, name="shoal-watch", daemon=True).start()
+
+    @property
+    def endpoints(self) -> Endpoints:
+        return self._endpoints
+
+    def stop(self) -> None:
+        self._stopping = True
+        ray.wait(list(self._runs), num_returns=len(self._runs), timeout=_STOP_TIMEOUT_S)
+        for actor in (self._driver, *self._workers):
+            ray.kill(actor)
+        shutil.rmtree(self._ipc_dir, ignore_errors=True)
+
+    @staticmethod
+    def _actor(kind: type, group: PlacementGroup, bundle: int, resources: dict[str, int]) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        return ray.remote(kind).options(scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, **resources)
+
+    def _watch(self) -> None:
+        done, _ = ray.wait(list(self._runs), num_returns=1)
+        if self._stopping:
+            return
+        cause = "ended"
+        try:
+            ray.get(done[0])
+        except Exception as error:
+            cause = f"died ({type(error).__name__})"
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._on_death(f"{self._runs[done[0]]} {cause}")
+
+
+def preflight(config: EngineConfig, device: str) -> None:
+    """Raises ConfigError when the cluster, as it is now, can never place the engine."""
+    total = ray.cluster_resources()
+    wanted: dict[str, float] = {}
+    for bundle in placement_bundles(config, device):
+        for resource, amount in bundle.items():
+            wanted[resource] = wanted.get(resource, 0) + amount
+    short = [
+        f"{amount:g} {name} of {total.get(name, 0):g}" for name, amount in wanted.items() if total.get(name, 0) < amount
+    ]
+    if short:
+        raise ConfigError(
+            f"tp_size {config.parallel.tp_size} on {device} needs {', '.join(short)} in the cluster: start Ray with "
+            "more (ray start --num-cpus N --num-gpus M), or lower tp_size"
+        )
