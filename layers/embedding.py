@@ -50,7 +50,7 @@ class VocabParallelHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab] float32, the same on every rank."""
-        return self.tp.all_gather_last(F.linear(hidden, self.weight)).float()
+        return self.tp.all_gather_last(F.linear(hidden.to(self.weight.dtype), self.weight)).float()
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         if not self.tied:

@@ -14,7 +14,7 @@ from layers.weights import Weight, empty_parameter
 class ReplicatedLinear(nn.Module):
     """y = x W^T with the same W on every rank.
 
-    `parts` maps checkpoint names to output sizes; their rows are stacked in order.
+    `parts` maps checkpoint names to output sizes; their rows are stacked in order. x is cast to W's dtype.
     """
 
     def __init__(self, ctx: LayerContext, in_features: int, parts: Mapping[str, int]) -> None:
@@ -23,7 +23,7 @@ class ReplicatedLinear(nn.Module):
         self.weight = empty_parameter(sum(parts.values()), in_features, dtype=ctx.dtype, device=ctx.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x.to(self.weight.dtype), self.weight)
 
     def _shard(self, out_features: int) -> Shard | None:
         return None

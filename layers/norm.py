@@ -11,16 +11,15 @@ from layers.weights import Weight, empty_parameter
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, computed in float32. [..., size] -> same shape and dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight. [..., size] of any dtype -> float32, which linears cast for their matmul."""
 
     def __init__(self, ctx: LayerContext, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = empty_parameter(size, dtype=ctx.dtype, device=ctx.device)
+        self.weight = empty_parameter(size, dtype=torch.float32, device=ctx.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
-        return normed.to(x.dtype) * self.weight
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield Weight(f"{prefix}.weight", self.weight)

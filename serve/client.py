@@ -52,24 +52,25 @@ class Client:
         return self._astream("completions_stream", {"prompt": prompt, **params})
 
     def _call(self, method: str, *args: Json) -> Json:
+        response = getattr(self._handle, method).remote(*args)
         try:
-            answer: Json = getattr(self._handle, method).remote(*args).result()
+            answer: Json = response.result()
         except Exception as error:
             raise _original(error) from None
+        except BaseException:  # Ctrl-C: nobody waits for the answer any more
+            response.cancel()
+            raise
         return answer
 
     async def _acall(self, method: str, *args: Json) -> Json:
         response = getattr(self._handle, method).remote(*args)
-        finished = False
         try:
             answer: Json = await response
-            finished = True
         except Exception as error:
-            finished = True
             raise _original(error) from None
-        finally:
-            if not finished:
-                response.cancel()
+        except BaseException:  # the caller's task was cancelled
+            response.cancel()
+            raise
         return answer
 
     def _stream(self, method: str, body: Json) -> Generator[Json, None, None]:

@@ -70,7 +70,7 @@ class MLA(nn.Module):
         q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
         # One rotation for the queries' heads and the single key head.
         turned = rotate(torch.cat((q_rope, k_rope[:, None]), dim=1), rotation, interleaved=mla.rope.interleaved)
-        entries = torch.cat((self.kv_norm(latent), turned[:, -1]), dim=-1)
+        entries = torch.cat((self.kv_norm(latent).to(turned.dtype), turned[:, -1]), dim=-1)
         return torch.cat((q_nope, turned[:, :-1]), dim=-1), entries
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,6 +36,7 @@ class MoE(nn.Module):
         if self.tp.ep_size > 1:
             expert_ids = expert_ids - self.local.start
             expert_ids = expert_ids.masked_fill((expert_ids < 0) | (expert_ids >= len(self.local)), -1)
+        x = x.to(self.gate_up.dtype)  # after routing, which a rounded input would flip more often
         out = self.backend.experts(x, expert_ids, expert_weights, self.gate_up, self.down)
         if self.shared_experts is not None:
             out = out + self.shared_experts.partial(x)

@@ -1,25 +1,21 @@
-"""HTTP plumbing: bodies, server-sent events, request ids, and noticing that a client has gone."""
+"""HTTP plumbing: bodies, server-sent events, and noticing that a client has gone."""
 
 import asyncio
-import re
-import uuid
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from serve.api.errors import ApiError, bad_request, to_api_error
 from serve.api.responses import Json
 
 MAX_BODY_BYTES = 32 * 2**20
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # Some clients split lines at these characters too, which JSON may hold as they are.
 _LINE_BREAKS = {"\u0085": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
 
@@ -77,27 +73,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-class RequestIdMiddleware:
-    """Returns the client's X-Request-Id, or a new one where it sent none that is fit for a header and a log."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
 
 
 async def _sse(events: AsyncGenerator[Json, None]) -> AsyncGenerator[bytes, None]:

@@ -13,6 +13,7 @@ from serve.api.errors import bad_request, from_validation, unsupported
 from workers.step import MAX_LOGPROBS
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
+MAX_STOPS = 64  # stop strings of a request: each is looked for at every token
 
 
 def _one_or_many(value: Any) -> Any:
@@ -43,7 +44,7 @@ class GenerationRequest(_Strict):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] = {}
-    stop: Annotated[list[str], BeforeValidator(_one_or_many)] = []
+    stop: Annotated[list[str], BeforeValidator(_one_or_many)] = Field(default=[], max_length=MAX_STOPS)
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     min_tokens: int = 0

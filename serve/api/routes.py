@@ -1,4 +1,7 @@
-"""The HTTP side of the OpenAI API. Bodies are parsed by hand so that every error has OpenAI's envelope."""
+"""The HTTP side of the OpenAI API. Bodies are parsed by hand so that every error has OpenAI's envelope.
+
+X-Request-Id is not handled here: Ray Serve takes it from the request, or makes one, and returns it.
+"""
 
 from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
@@ -13,7 +16,6 @@ from starlette.responses import Response
 from serve.api.errors import ApiError, to_api_error
 from serve.api.http import (
     EventStream,
-    RequestIdMiddleware,
     error_response,
     json_response,
     read_json_body,
@@ -28,7 +30,6 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
 def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
     """The application; `get_serving` is called for each request, as the serving may exist only in a replica."""
     app = FastAPI(title="Shoal", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(RequestIdMiddleware)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _any_error)
 

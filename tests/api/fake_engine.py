@@ -82,9 +82,7 @@ class FakeEngine:
 
     def _deltas(self, call: Call, script: Script) -> list[RequestDelta]:
         tokens, reason, stop_id = self._run(call.params, script.token_ids)
-        first = RequestDelta(
-            call.request_id, [], prompt_scores=_prompt_scores(call), num_cached_tokens=script.cached
-        )
+        first = RequestDelta(call.request_id, [], prompt_scores=_prompt_scores(call), num_cached_tokens=script.cached)
         cut = script.cut or len(tokens)
         deltas = [first]
         for start in range(0, len(tokens), cut):

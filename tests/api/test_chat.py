@@ -14,7 +14,7 @@ def prompt_of(make_api, bytes_of, tokenizer):
     """The prompt that the engine gets for some messages, as text with its special tokens."""
 
     def prompt(messages, **fields):
-        api = make_api(Script(bytes_of("ok") + [1]))
+        api = make_api(Script([*bytes_of("ok"), 1]))
         answer = api.chat(messages=messages, **fields)
         assert answer.status_code == 200, answer.text
         return tokenizer.decode(api.engine.calls[0].token_ids, skip_special_tokens=False)

@@ -41,6 +41,40 @@ class Server:
         return self.serving.models()
 
 
+class Response:
+    """Ray's side of one call."""
+
+    def __init__(self, error=None):
+        self.error = error
+        self.cancelled = False
+
+    def result(self):
+        raise self.error
+
+    def __iter__(self):
+        return iter([{"n": 1}, {"n": 2}])
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class Handle:
+    """A handle whose every method gives `response`."""
+
+    def __init__(self, response):
+        self.response = response
+
+    def options(self, stream):
+        assert stream
+        return self
+
+    def __getattr__(self, method):
+        return self
+
+    def remote(self, body):
+        return self.response
+
+
 def connect(script):
     return Client(ray_serve.run(ray_serve.deployment(Server).bind(script), _local_testing_mode=True))
 
@@ -106,41 +140,29 @@ def test_the_cause_is_taken_out_of_rays_wrapper():
     error = ApiError(429, "full", "rate_limit_error", "n", "busy", 3)
     wrapped = RayTaskError("chat", "traceback", error).as_instanceof_cause()
 
-    class Handle:
-        class chat:
-            @staticmethod
-            def remote(body):
-                raise wrapped
-
     with pytest.raises(ApiError) as raised:
-        Client(Handle).chat(MESSAGES)
+        Client(Handle(Response(wrapped))).chat(MESSAGES)
     assert raised.value is error
 
 
+def test_an_interrupted_call_is_cancelled():
+    response = Response(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        Client(Handle(response)).chat(MESSAGES)
+    assert response.cancelled
+    failed = Response(ValueError("other"))
+    with pytest.raises(ValueError, match="other"):
+        Client(Handle(failed)).chat(MESSAGES)
+    assert not failed.cancelled
+
+
 def test_closing_a_stream_cancels_it():
-    cancelled = []
-
-    class Chunks:
-        def __iter__(self):
-            return iter([{"n": 1}, {"n": 2}])
-
-        def cancel(self):
-            cancelled.append(True)
-
-    class Handle:
-        def options(self, stream):
-            assert stream
-            return self
-
-        class chat_stream:
-            @staticmethod
-            def remote(body):
-                return Chunks()
-
-    stream = Client(Handle()).stream_chat(MESSAGES)
+    response = Response()
+    stream = Client(Handle(response)).stream_chat(MESSAGES)
     assert next(stream) == {"n": 1}
+    assert not response.cancelled
     stream.close()
-    assert cancelled == [True]
+    assert response.cancelled
 
 
 def test_api_errors_pickle_whole():
@@ -151,4 +173,3 @@ def test_api_errors_pickle_whole():
     )  # fmt: skip
     assert str(copy) == "full"
     assert copy.headers() == {"Retry-After": "3"}
-

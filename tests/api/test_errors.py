@@ -19,7 +19,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture
 def api(make_api, bytes_of):
-    return make_api(Script(bytes_of("ok") + [1]))
+    return make_api(Script([*bytes_of("ok"), 1]))
 
 
 def refused(api, answer, status, param, code=None):
@@ -59,6 +59,7 @@ def refused(api, answer, status, param, code=None):
         ("seed", 1.5),
         ("seed", 2**63),
         ("stop", [""]),
+        ("stop", ["x"] * 65),
         ("stop", 5),
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", [4096]),
@@ -315,13 +316,8 @@ def test_health(api):
     assert answer.json()["error"]["code"] == "engine_dead"
 
 
-def test_version_and_request_ids(api):
-    answer = api.request("GET", "/version", headers={"X-Request-Id": "mine-1"})
-    assert list(answer.json()) == ["version"]
-    assert answer.headers["x-request-id"] == "mine-1"
-    for headers in ({}, {"X-Request-Id": "two words"}, {"X-Request-Id": "x" * 500}):
-        given = api.request("GET", "/v1/nothing", headers=headers).headers["x-request-id"]
-        assert len(given) == 32
+def test_version(api):
+    assert list(api.request("GET", "/version").json()) == ["version"]
 
 
 def test_line_separators_are_escaped_in_events():

@@ -37,7 +37,7 @@ def test_echo_scores_the_prompt(make_api, bytes_of, prompt):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_echo_and_logprobs_are_the_same_in_a_stream(make_api, bytes_of, cut):
-    api = make_api(Script(bytes_of("né🔥日.x") + [1], cut=cut))
+    api = make_api(Script([*bytes_of("né🔥日.x"), 1], cut=cut))
     fields = {"prompt": "日 says", "echo": True, "logprobs": 2, "stop": ["."]}
     whole = api.complete(**fields).json()["choices"][0]
     *chunks, _ = api.stream("complete", **fields)
@@ -95,11 +95,11 @@ def test_the_chosen_token_is_always_among_the_top(make_api, bytes_of):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_chat_logprobs(make_api, bytes_of, cut):
-    api = make_api(Script(bytes_of("aé") + [1], cut=cut))
+    api = make_api(Script([*bytes_of("aé"), 1], cut=cut))
     content = api.chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["a", "bytes:\\xc3", "bytes:\\xa9", "<｜end▁of▁sentence｜>"]
     assert [entry["bytes"] for entry in content[:3]] == [[97], [0xC3], [0xA9]]
-    ids = bytes_of("aé") + [1]
+    ids = [*bytes_of("aé"), 1]
     for entry, token_id in zip(content, ids, strict=True):
         expected = fake_logprobs(token_id, 2)
         assert entry["logprob"] == expected.logprob

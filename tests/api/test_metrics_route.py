@@ -7,7 +7,7 @@ from tests.api.fake_engine import Script
 
 
 def test_metrics_count_what_happened(make_api, bytes_of):
-    api = make_api(lambda call: Script(bytes_of("hello") + [1], fail_after=3 if call.params.seed == 0 else None))
+    api = make_api(lambda call: Script([*bytes_of("hello"), 1], fail_after=3 if call.params.seed == 0 else None))
     api.chat()
     api.complete(n=2, max_tokens=3)
     api.stream(stop="l")

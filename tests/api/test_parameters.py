@@ -9,15 +9,16 @@ from tests.api.conftest import FOLDER
 from tests.api.fake_engine import Script
 from workers.step import SamplingParams
 
-NULLS = (
-    "temperature,top_p,n,stop,max_tokens,seed,logit_bias,tools,tool_choice,response_format,stream_options,user,"
-    "logprobs,top_logprobs,echo,suffix,best_of,stream,top_k,min_p,stop_token_ids,presence_penalty,priority"
-).split(",")
+NULLS = [
+    *("temperature", "top_p", "n", "stop", "max_tokens", "seed", "logit_bias", "tools", "tool_choice", "user"),
+    *("response_format", "stream_options", "logprobs", "top_logprobs", "echo", "suffix", "best_of", "stream"),
+    *("top_k", "min_p", "stop_token_ids", "presence_penalty", "priority"),
+]
 
 
 @pytest.fixture
 def api(make_api, bytes_of):
-    return make_api(Script(bytes_of("some text") + [1]))
+    return make_api(Script([*bytes_of("some text"), 1]))
 
 
 @pytest.mark.parametrize("kind", ["chat", "complete"])

@@ -25,7 +25,7 @@ def by_choice(chunks):
 
 
 def test_first_chunk_has_the_role_and_all_share_the_head(make_api, bytes_of):
-    *chunks, done = make_api(Script(bytes_of("hello") + [1])).stream()
+    *chunks, done = make_api(Script([*bytes_of("hello"), 1])).stream()
     assert done == "[DONE]"
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "h"}
     assert all("role" not in chunk["choices"][0]["delta"] for chunk in chunks[1:])
@@ -53,7 +53,7 @@ def test_a_stream_that_says_nothing_still_has_role_and_finish(make_api):
 
 
 def test_usage_comes_last_without_choices(make_api, bytes_of):
-    api = make_api(Script(bytes_of("abc") + [1], cached=2))
+    api = make_api(Script([*bytes_of("abc"), 1], cached=2))
     *chunks, usage, done = api.stream(stream_options={"include_usage": True})
     assert done == "[DONE]"
     prompt = len(api.engine.calls[0].token_ids)
@@ -91,7 +91,7 @@ def test_stream_options_need_stream(make_api, bytes_of):
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kind", ["chat", "complete"])
 def test_characters_are_never_split(make_api, bytes_of, cut, kind):
-    api = make_api(Script(bytes_of("né🔥日") + [1], cut=cut))
+    api = make_api(Script([*bytes_of("né🔥日"), 1], cut=cut))
     *chunks, _ = api.stream(kind)
     texts = [c["choices"][0].get("text", c["choices"][0].get("delta", {}).get("content", "")) for c in chunks]
     assert not any("\ufffd" in text for text in texts)
@@ -131,7 +131,7 @@ def test_stop_string(make_api, bytes_of, cut):
 
 def test_every_choice_has_its_own_stream(make_api, bytes_of):
     words = {0: "first", 1: "second one"}
-    api = make_api(lambda call: Script(bytes_of(words[int(call.request_id[-1])]) + [1]))
+    api = make_api(lambda call: Script([*bytes_of(words[int(call.request_id[-1])]), 1]))
     *chunks, usage, _ = api.stream(n=2, temperature=1, seed=5, stream_options={"include_usage": True})
     texts, reasons = by_choice(chunks)
     assert texts == words

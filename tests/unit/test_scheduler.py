@@ -179,19 +179,16 @@ def test_a_stop_leaves_a_ghost_whose_output_is_discarded() -> None:
     engine.check_rest()
 
 
-def test_stop_ids_count_only_after_min_tokens() -> None:
+@pytest.mark.parametrize(("min_tokens", "length"), [(0, 1), (1, 2), (3, 4)])
+def test_stop_ids_count_only_after_min_tokens(min_tokens: int, length: int) -> None:
     engine = Engine()
-    outputs = expected_output(AddRequest("", prompt_of(5), SamplingParams(temperature=0)), MAX_MODEL_LEN)[0]
-    stops = range(VOCAB)  # whatever is sampled is a stop id, but the fake worker cannot mask them all
-    for min_tokens, length in ((0, 1), (3, 4)):
-        engine.add(str(min_tokens), prompt_of(5), min_tokens=min_tokens, max_tokens=9, stop=[*stops][:0])
-    assert outputs
-    seq = engine.scheduler._sequences["3"]
-    seq.stop_ids = frozenset(stops)
-    engine.scheduler._sequences["0"].stop_ids = frozenset(stops)
-    last = {delta.request_id: delta for delta in engine.drain()}
-    assert {key: len(tokens) for key, tokens in engine.tokens.items()} == {"0": 1, "3": 4}
-    assert last["3"].stop_token_id == engine.tokens["3"][-1]
+    engine.add("a", prompt_of(5), min_tokens=min_tokens, max_tokens=9, stop=[7])
+    for num_outputs in range(1, length + 1):
+        plan = engine.scheduler.schedule()
+        assert plan is not None
+        (delta,) = engine.scheduler.update(StepOutput(plan.step, [[7]], [[]], [], 0.0))
+        assert delta.finish_reason == ("stop" if num_outputs == length else None)
+    engine.check_rest()
 
 
 def test_a_stop_id_as_the_last_allowed_token_is_a_stop() -> None:
@@ -220,9 +217,8 @@ def test_running_out_of_pages_preempts_the_latest_of_the_lowest_priority() -> No
         name: engine.add(name, prompt_of(PAGE_SIZE - 2, start), priority=priority, max_tokens=20)
         for name, start, priority in (("low", 0, 1), ("high", 1, 0), ("high2", 2, 0))
     }
-    engine.step()
-    engine.step()
-    engine.step()
+    for _ in range(4):
+        engine.step()
     stats = engine.scheduler.stats()
     assert stats.preemptions == 2, "low gave its page to high, then high2 its own to high"
     assert (stats.running, stats.waiting) == (1, 2)
@@ -245,6 +241,23 @@ def test_a_preempted_sequence_waits_for_its_tokens_in_flight_and_keeps_them() ->
         engine.receive()
         engine.plan()
     assert engine.tokens == {r.request_id: expected_output(r, 128)[0] for r in requests}
+    engine.check_rest()
+
+
+def test_nobody_overtakes_a_sequence_in_the_step_that_preempts_it() -> None:
+    engine = Engine(num_pages=3, max_num_seqs=3, max_model_len=128)
+    for name, length in (("a", PAGE_SIZE - 1), ("b", PAGE_SIZE + 1)):
+        engine.add(name, prompt_of(length, ord(name)), max_tokens=9)
+    engine.plan()
+    engine.plan()
+    engine.receive()
+    engine.add("c", prompt_of(5))  # would fit into the page that b leaves beside the one that a takes
+    plan = engine.plan()
+    assert (plan.freed, plan.decode, plan.admitted) == ([1], [0], [])
+    while engine.outputs:
+        engine.receive()
+        engine.plan()
+    assert list(engine.tokens) == ["a", "b", "c"]
     engine.check_rest()
 
 
@@ -439,7 +452,7 @@ def test_aborted_waiting_requests_are_forgotten() -> None:
 def test_prompt_scores_reach_their_request_with_or_without_tokens() -> None:
     engine = Engine(max_rows=4)
     engine.add("a", prompt_of(6), prompt_logits=True, max_tokens=2)
-    plan, (delta,) = engine.step()
+    _, (delta,) = engine.step()
     assert delta == RequestDelta(
         "a", [], prompt_scores=[PromptScores(0, 0, [], b"".join(map(row_logits, prompt_of(6)[:4])))]
     )

@@ -8,7 +8,14 @@ import pytest
 from configs.base import ConfigError
 from serve.tokenizer import Tokenizer, TokenizerError, read_json
 
-TEXTS = ["", "hello world", "né🔥日 12345", "  two  spaces\n\nand\tlines ", "<｜User｜>hi<｜Assistant｜>", "\u2028\ufffd"]
+TEXTS = [
+    "",
+    "hello world",
+    "né🔥日 12345",
+    "  two  spaces\n\nand\tlines ",
+    "<｜User｜>hi<｜Assistant｜>",
+    "\u2028\ufffd",
+]
 
 
 @pytest.fixture(scope="module")

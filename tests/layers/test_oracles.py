@@ -1,0 +1,100 @@
+"""Every checkpoint of the family against transformers' reference: logits, greedy paths, routing, and bf16's error."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from layers.parallel import TensorParallel
+from tests.layers.ranks import Rank, TwoRanks
+from tests.oracles import PromptReference, load_reference, oracle_folders
+
+FOLDERS = oracle_folders("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+TOLERANCE = 1e-4  # of float32 logits, whose scale is about 8
+TIE = 1e-3  # a greedy margin below which another token is no error
+
+every_oracle = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+either_ep = pytest.mark.parametrize("ep_size", [1, 2])
+
+
+@lru_cache(maxsize=1)
+def one_rank(folder: Path, dtype: str = "float32") -> Rank:
+    return Rank(folder, TensorParallel(), dtype)
+
+
+def prompts(folder: Path) -> list[PromptReference]:
+    return load_reference(folder).prompts
+
+
+@every_oracle
+@pytest.mark.parametrize("chunk", [1000, 7, 1])
+def test_logits_do_not_depend_on_how_the_prompt_is_cut(folder: Path, chunk: int) -> None:
+    for prompt in prompts(folder):
+        got = one_rank(folder).logits(prompt.ids, chunk)
+        assert np.abs(got - prompt.logits.numpy()).max() <= TOLERANCE
+
+
+@every_oracle
+def test_decode_rows_give_the_same_logits(folder: Path) -> None:
+    for prompt in prompts(folder):
+        got = one_rank(folder).decoded_logits(prompt.ids)
+        assert np.abs(got - prompt.logits.numpy()).max() <= TOLERANCE
+
+
+@every_oracle
+def test_greedy_continuation(folder: Path) -> None:
+    for prompt in prompts(folder):
+        decided = prompt.num_decided(TIE)
+        got = one_rank(folder).greedy(prompt.prompt, len(prompt.greedy))
+        assert got[:decided] == prompt.greedy[:decided]
+
+
+@every_oracle
+def test_routers_choose_the_same_experts(folder: Path) -> None:
+    for prompt in prompts(folder):
+        got = one_rank(folder).routings(prompt.ids)
+        assert sorted(got) == sorted(prompt.routers)
+        for layer, want in prompt.routers.items():
+            experts, order = got[layer].expert_ids.sort(-1)
+            assert torch.equal(experts, want.experts.long())
+            weights = got[layer].expert_weights.gather(-1, order)
+            torch.testing.assert_close(weights, want.weights, rtol=1e-4, atol=1e-5)
+
+
+@every_oracle
+@either_ep
+def test_two_ranks(folder: Path, ep_size: int, two_ranks: TwoRanks) -> None:
+    for prompt in prompts(folder):
+        for chunk in (1000, 7):
+            got = two_ranks.call(folder, ep_size, "float32", "logits", prompt.ids, chunk)
+            assert np.abs(got - prompt.logits.numpy()).max() <= TOLERANCE
+        decided = prompt.num_decided(TIE)
+        greedy = two_ranks.call(folder, ep_size, "float32", "greedy", prompt.prompt, len(prompt.greedy))
+        assert greedy[:decided] == prompt.greedy[:decided]
+
+
+@every_oracle
+def test_two_ranks_token_by_token(folder: Path, two_ranks: TwoRanks) -> None:
+    prompt = prompts(folder)[1]
+    got = two_ranks.call(folder, 2, "float32", "decoded_logits", prompt.ids)
+    assert np.abs(got - prompt.logits.numpy()).max() <= TOLERANCE
+
+
+@every_oracle
+def test_bfloat16_errs_no_more_than_transformers(folder: Path) -> None:
+    """Experts flip in bf16, so single logits are no oracle: the mean error of the tokens' log-probabilities is."""
+    for prompt in prompts(folder):
+        if prompt.logits_bf16 is None:
+            continue
+        got = torch.from_numpy(one_rank(folder, "bfloat16").logits(prompt.ids, 1000))
+        error = _logprob_error(got, prompt)
+        assert error <= 1.2 * _logprob_error(prompt.logits_bf16, prompt)
+
+
+def _logprob_error(logits: torch.Tensor, prompt: PromptReference) -> float:
+    targets = torch.tensor(prompt.ids[1:])[:, None]
+    got = logits[:-1].log_softmax(-1).gather(-1, targets)
+    want = prompt.logits[:-1].log_softmax(-1).gather(-1, targets)
+    return (got - want).abs().mean().item()
