@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.api.errors import ApiError, to_api_error
-from serve.api.http import (
+from serve.api.transport import (
     EventStream,
     error_response,
     json_response,

@@ -147,20 +147,20 @@ class Scheduler:
     def _plan_decodes(self, batch: Batch) -> bool:
         """Adds the decoding sequences; returns whether others had to be preempted to give them pages."""
         rows = self._decode_rows
-        ready = [seq for seq in self._running.values() if seq.can_decode][: batch.budget // rows]
-        growing = {seq: count for seq in ready if (count := pages_for(seq.num_computed + rows) - len(seq.pages))}
         preempted = False
-        while sum(growing.values()) > self._pages.num_available:
+        while True:
+            ready = [seq for seq in self._running.values() if seq.can_decode][: batch.budget // rows]
+            growing = {seq: count for seq in ready if (count := pages_for(seq.num_computed + rows) - len(seq.pages))}
+            if sum(growing.values()) <= self._pages.num_available:
+                break
             victim = max(self._running.values(), key=lambda seq: seq.order)
             if len(self._running) == 1:
                 self._fail(victim, self._no_room(len(victim.token_ids) + 1))
             else:
                 self._preempt(victim)
                 preempted = True
-            growing.pop(victim, None)
         for seq in ready:
-            if seq.slot is not None:
-                batch.add_decode(seq, rows, self._pages.allocate(growing[seq]) if seq in growing else [])
+            batch.add_decode(seq, rows, self._pages.allocate(growing[seq]) if seq in growing else [])
         return preempted
 
     def _admit_next(self, batch: Batch) -> bool:
@@ -289,7 +289,6 @@ class Scheduler:
         seq.slot = None
         seq.pages = []
         seq.num_computed = 0
-        seq.num_registered = 0
         seq.decoding = False
 
     # ------------------------------------------------------------------------------------------ figures

@@ -35,7 +35,7 @@ class Sequence:
     finished: bool = False
     queued: bool = False  # kept by WaitingQueue
     pages_wanted: int = 0  # available pages without which the last try to admit it could not succeed
-    num_registered: int = 0  # leading pages known to the prefix cache
+    num_registered: int = 0  # while running: leading pages known to the prefix cache
     num_cached: int | None = None  # prompt tokens found cached at first admission
     num_scored: int = 0  # prompt rows whose scores were delivered, or will be by the plans sent
     started: bool = False  # a delta was sent

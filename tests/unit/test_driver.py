@@ -4,6 +4,7 @@ import itertools
 import logging
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -350,6 +351,17 @@ def expect_death(engine: FrontEnd) -> str:
 def test_a_step_past_its_deadline_kills_the_engine() -> None:
     with running(failing_after(3, lambda plan: None), step_timeout_s=0.3) as engine:
         assert expect_death(engine) == "a step took longer than step_timeout_s = 0.3: a worker hangs"
+
+
+def test_the_deadline_is_for_one_step_not_for_all() -> None:
+    def execute(worker: FakeWorker, plan: StepPlan) -> StepOutput:
+        time.sleep(0.06)
+        return worker.execute(plan)
+
+    with running(execute, step_timeout_s=1) as engine:
+        engine.receive_ready()
+        engine.send(request("a", max_tokens=25))
+        assert engine.collect({"a"}) == {"a": expected_output(request("a", max_tokens=25), MAX_MODEL_LEN)}
 
 
 def test_a_failed_worker_kills_the_engine() -> None:

@@ -278,6 +278,17 @@ def test_re_admission_brings_seed_prompt_length_and_history() -> None:
     assert chunk.token_ids == known[again.num_computed :]
 
 
+def test_admission_leaves_pages_for_those_that_run() -> None:
+    engine = Engine(num_pages=100, max_rows=7000, max_model_len=7000)
+    engine.add("short", prompt_of(5), max_tokens=3)
+    engine.add("long", prompt_of(5), max_tokens=9)
+    engine.step()
+    engine.add("huge", prompt_of(97 * PAGE_SIZE), max_tokens=1)  # 98 pages are free, 2 of them kept back
+    assert engine.step()[0].admitted == []
+    assert engine.step()[0].admitted == []
+    assert len(engine.step()[0].admitted[0].pages) == 97
+
+
 def test_a_request_that_can_never_fit_fails_when_added() -> None:
     engine = Engine(num_pages=2)
     engine.add("a", prompt_of(2 * PAGE_SIZE))
@@ -353,6 +364,24 @@ def test_generated_tokens_are_cached_too() -> None:
     engine.add("a", prompt_of(PAGE_SIZE - 4), max_tokens=9)
     engine.drain()
     assert cached_tokens(engine, "b", prompt_of(PAGE_SIZE - 4) + engine.tokens["a"]) == PAGE_SIZE
+
+
+def test_a_page_is_not_cached_before_its_last_position_is_computed() -> None:
+    engine = Engine()
+    engine.add("a", prompt_of(PAGE_SIZE - 1), max_tokens=1)
+    engine.drain()  # 64 tokens are known, the last was never run
+    assert cached_tokens(engine, "b", prompt_of(PAGE_SIZE - 1) + engine.tokens["a"] + [1]) == 0
+
+
+def test_pages_of_a_prompt_are_cached_as_its_chunks_are_sent() -> None:
+    engine = Engine(max_rows=PAGE_SIZE + 10)
+    prompt = prompt_of(2 * PAGE_SIZE)
+    engine.add("a", prompt)
+    engine.step()
+    engine.add("b", [*prompt, 1])
+    plan, _ = engine.step()
+    assert [chunk.start for chunk in plan.chunks] == [PAGE_SIZE + 10, PAGE_SIZE]
+    assert plan.admitted[0].num_computed == PAGE_SIZE
 
 
 def test_salts_do_not_share() -> None:
@@ -473,6 +502,7 @@ def test_prompt_scores_are_told_once_despite_a_preemption_amid_the_prompt() -> N
     seq = engine.scheduler._sequences["scored"]
     assert 0 < seq.num_scored < len(prompt)
     engine.scheduler._preempt(seq)
+    engine.scheduler.abort(["first"])  # so that the chunks are cut differently the second time
     while engine.plan() is not None:
         told += [scores for delta in engine.receive() for scores in delta.prompt_scores]
     assert b"".join(scores.logits for scores in told) == b"".join(map(row_logits, prompt))

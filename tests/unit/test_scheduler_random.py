@@ -65,6 +65,9 @@ class Traffic:
     def make_request(self) -> AddRequest:
         rng = self.rng
         prompt = list(rng.choice(self.prefixes))[: self.max_model_len - 20]
+        if self.requests and rng.random() < 0.3:  # the next turn of a conversation
+            earlier = rng.choice(list(self.requests.values()))
+            prompt = (earlier.token_ids + self.answers[earlier.request_id].tokens)[: self.max_model_len - 20]
         prompt += [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))]
         params = SamplingParams(
             temperature=0,
