@@ -9,10 +9,10 @@ from configs.model import RopeConfig
 
 
 class Rotation(NamedTuple):
-    """cos and sin of the rows of a batch, each [rows, 1, dim / 2] float32; shared by all layers of a step."""
+    """cos + i sin of the rows of a batch, [rows, 1, dim / 2] complex64; shared by all layers of a step."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    turn: torch.Tensor
+    interleaved: bool
 
 
 class RotaryEmbedding:
@@ -20,12 +20,13 @@ class RotaryEmbedding:
 
     def __init__(self, config: RopeConfig, dim: int, max_positions: int, device: torch.device) -> None:
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies(config, dim)
-        self._cos = (angles.cos() * config.cos_sin_scale).to(device)  # [positions, dim / 2]
-        self._sin = (angles.sin() * config.cos_sin_scale).to(device)
+        scale = config.cos_sin_scale
+        self._turns = torch.complex(angles.cos() * scale, angles.sin() * scale).to(device)  # [positions, dim / 2]
+        self._interleaved = config.interleaved
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """positions [rows] int64 -> Rotation."""
-        return Rotation(self._cos[positions][:, None], self._sin[positions][:, None])
+        return Rotation(self._turns[positions][:, None], self._interleaved)
 
 
 def inverse_frequencies(config: RopeConfig, dim: int) -> torch.Tensor:
@@ -47,17 +48,16 @@ def inverse_frequencies(config: RopeConfig, dim: int) -> torch.Tensor:
     return freq * (1 - ramp) + freq / config.factor * ramp
 
 
-def rotate(x: torch.Tensor, rotation: Rotation, *, interleaved: bool) -> torch.Tensor:
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotates [rows, heads, dim] by each row's position, in float32; returns x's dtype.
 
     Interleaved pairs are channels (2i, 2i + 1), otherwise (i, i + dim / 2); channels stay where they were.
     """
-    cos, sin = rotation
-    wide = x.float()
-    if interleaved:
-        a, b = wide[..., 0::2], wide[..., 1::2]
-        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = wide.chunk(2, dim=-1)
-        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return rotated.to(x.dtype)
+    turn, interleaved = rotation
+    pairs = x.float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    if not interleaved:
+        pairs = pairs.transpose(-1, -2).contiguous()
+    turned = torch.view_as_real(torch.view_as_complex(pairs) * turn)
+    if not interleaved:
+        turned = turned.transpose(-1, -2)
+    return turned.flatten(-2).to(x.dtype)

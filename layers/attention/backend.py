@@ -6,12 +6,14 @@ the latents of their sequence, the chunk's own included.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from configs.base import ConfigError
+from configs.engine import PAGE_SIZE
 
 # Cache entries gathered at a time by the reference decode: bounds its temporary at a few hundred MB.
 _GATHER_LIMIT = 1 << 17
@@ -24,6 +26,12 @@ class DecodeRows:
     block_table: torch.Tensor  # [rows, pages] int32, pages of each row's sequence; entries past its length are valid
     lengths: torch.Tensor  # [rows] int32, visible positions, the row's own included
     max_length: int  # bound on lengths, known on the host
+
+    @cached_property
+    def length_bias(self) -> torch.Tensor:
+        """0 on visible positions, -inf past a row's length: [rows, pages * page_size] float32, made once a step."""
+        positions = torch.arange(-(-self.max_length // PAGE_SIZE) * PAGE_SIZE, device=self.lengths.device)
+        return torch.zeros((), device=self.lengths.device).masked_fill(positions >= self.lengths[:, None], -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -71,17 +79,16 @@ class TorchAttention:
     def decode(
         self, q: torch.Tensor, cache: torch.Tensor, rows: DecodeRows, *, scale: float, value_dim: int
     ) -> torch.Tensor:
-        page_size = cache.shape[1]
-        pages = -(-rows.max_length // page_size)
-        at_once = max(1, _GATHER_LIMIT // (pages * page_size))
-        positions = torch.arange(pages * page_size, device=q.device)
+        pages = -(-rows.max_length // PAGE_SIZE)
+        at_once = max(1, _GATHER_LIMIT // (pages * PAGE_SIZE))
+        bias = rows.length_bias[:, None]
         parts = []
         for lo in range(0, q.shape[0], at_once):
             hi = min(lo + at_once, q.shape[0])
-            entries = cache[rows.block_table[lo:hi, :pages]].flatten(1, 2)  # [n, positions, d]
-            scores = torch.bmm(q[lo:hi], entries.transpose(1, 2)).float() * scale  # [n, heads, positions]
-            hidden = positions >= rows.lengths[lo:hi, None]
-            probs = scores.masked_fill_(hidden[:, None], -torch.inf).softmax(-1).to(q.dtype)
+            page_ids = rows.block_table[lo:hi, :pages].flatten()
+            entries = cache.index_select(0, page_ids).view(hi - lo, pages * PAGE_SIZE, -1)
+            scores = torch.bmm(q[lo:hi], entries.transpose(1, 2)).float()  # [n, heads, positions]
+            probs = torch.add(bias[lo:hi], scores, alpha=scale).softmax(-1).to(q.dtype)
             parts.append(torch.bmm(probs, entries[..., :value_dim]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -42,13 +42,13 @@ class MLA(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, cache: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """x [rows, hidden]; cache [pages, page_size, cache_dim] gets the rows' entries -> [rows, hidden]."""
-        q, entries = self._project(x, rotation)
+        q_nope, q_rope, entries = self._project(x, rotation)
         cache.view(-1, cache.shape[-1]).index_copy_(0, batch.cache_slots, entries)
         n = batch.num_decode
         parts = []
         if batch.decode is not None:
             latents = self.backend.decode(
-                self._absorb(q[:n]),
+                self._absorb(q_nope[:n], q_rope[:n]),
                 cache,
                 batch.decode,
                 scale=self.config.softmax_scale,
@@ -56,22 +56,23 @@ class MLA(nn.Module):
             )
             parts.append(self._unabsorb(latents))
         if batch.prefill is not None:
+            q = torch.cat((q_nope[n:], q_rope[n:]), dim=-1)
             k, v = self._expand(cache, batch.prefill)
-            parts.append(self.backend.prefill(q[n:], k, v, batch.prefill, scale=self.config.softmax_scale))
+            parts.append(self.backend.prefill(q, k, v, batch.prefill, scale=self.config.softmax_scale))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(out.flatten(1))
 
-    def _project(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> queries [rows, heads, nope + rope] and cache entries [rows, kv_lora + rope], both rotated."""
+    def _project(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """-> queries [rows, heads, nope] and [rows, heads, rope], cache entries [rows, kv_lora + rope], rotated."""
         mla = self.config
         down = self.down_proj(x)
         q_latent, latent, k_rope = down.split([self.query_rank, mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
         q = self.q_proj(self.q_norm(q_latent) if self.query_rank else x).view(-1, self.heads, mla.qk_head_dim)
         q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
         # One rotation for the queries' heads and the single key head.
-        turned = rotate(torch.cat((q_rope, k_rope[:, None]), dim=1), rotation, interleaved=mla.rope.interleaved)
+        turned = rotate(torch.cat((q_rope, k_rope[:, None]), dim=1), rotation)
         entries = torch.cat((self.kv_norm(latent).to(turned.dtype), turned[:, -1]), dim=-1)
-        return torch.cat((q_nope, turned[:, :-1]), dim=-1), entries
+        return q_nope, turned[:, :-1], entries
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
         """kv_b_proj by head: keys [heads, nope, kv_lora] and values [heads, v, kv_lora]."""
@@ -79,9 +80,8 @@ class MLA(nn.Module):
         per_head = self.kv_proj.weight.view(self.heads, -1, mla.kv_lora_rank)
         return per_head[:, : mla.qk_nope_head_dim], per_head[:, mla.qk_nope_head_dim :]
 
-    def _absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, nope + rope] -> [rows, heads, kv_lora + rope], ready to meet cache entries."""
-        q_nope, q_rope = q.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+    def _absorb(self, q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, nope], [rows, heads, rope] -> [rows, heads, kv_lora + rope], ready to meet cache entries."""
         up_k, _ = self._up()
         return torch.cat((torch.bmm(q_nope.transpose(0, 1), up_k).transpose(0, 1), q_rope), dim=-1)
 

@@ -41,22 +41,38 @@ class TorchMoE:
         gate_up: torch.Tensor,
         down: torch.Tensor,
     ) -> torch.Tensor:
+        if x.shape[0] == 1:
+            return self._one_row(x, expert_ids[0].tolist(), expert_weights[0].tolist(), gate_up, down)
         k = expert_ids.shape[1]
         flat = expert_ids.flatten()
         order = flat.argsort(stable=True)  # pairs (row, choice) by expert, those of other ranks first
         counts = torch.bincount(flat + 1, minlength=gate_up.shape[0] + 1).tolist()
         order = order[counts[0] :]
         rows = order // k
-        inputs = x[rows]
-        outputs = []
-        for expert, group in enumerate(inputs.split(counts[1:])):
-            if group.shape[0]:
-                gate, up = F.linear(group, gate_up[expert]).chunk(2, dim=-1)
-                outputs.append(F.linear(F.silu(gate) * up, down[expert]))
+        outputs = [
+            _expert(group, gate_up[expert], down[expert])
+            for expert, group in enumerate(x[rows].split(counts[1:]))
+            if group.shape[0]
+        ]
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if outputs:
             out.index_add_(0, rows, torch.cat(outputs).float() * expert_weights.flatten()[order, None])
         return out.to(x.dtype)
+
+    def _one_row(
+        self, x: torch.Tensor, ids: list[int], weights: list[float], gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        """Decoding one sequence needs no sorting."""
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, weight in sorted(zip(ids, weights, strict=True)):
+            if expert >= 0:
+                out.add_(_expert(x, gate_up[expert], down[expert]), alpha=weight)
+        return out.to(x.dtype)
+
+
+def _expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
 
 
 def make_moe_backend(name: str) -> MoEBackend:

@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.api.errors import ApiError, to_api_error
+from serve.api.responses import Json
+from serve.api.serving import Events, OpenAIServing
 from serve.api.transport import (
     EventStream,
     error_response,
@@ -21,8 +23,6 @@ from serve.api.transport import (
     read_json_body,
     while_connected,
 )
-from serve.api.responses import Json
-from serve.api.serving import Events, OpenAIServing
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
 

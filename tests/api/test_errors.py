@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from serve.api import http
+from serve.api import transport
 from serve.api.errors import ApiError
 from serve.driver.messages import RequestDelta
 from serve.errors import EngineDeadError
@@ -248,7 +248,7 @@ def test_bodies_that_are_no_object(api, content):
 
 
 def test_too_large_a_body(api, monkeypatch):
-    monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(transport, "MAX_BODY_BYTES", 1000)
     refused(api, api.complete(prompt="x" * 1000), 413, None, "request_too_large")
 
     async def pieces():
@@ -321,7 +321,7 @@ def test_version(api):
 
 
 def test_line_separators_are_escaped_in_events():
-    event = http._event({"text": "a\u2028b\u2029c\u0085d"})
+    event = transport._event({"text": "a\u2028b\u2029c\u0085d"})
     assert len(event.decode().splitlines()) == 2
     assert msgspec.json.decode(event[6:]) == {"text": "a\u2028b\u2029c\u0085d"}
 

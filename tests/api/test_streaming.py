@@ -242,3 +242,53 @@ def test_serving_streams_raise_api_errors(make_api, bytes_of):
     with pytest.raises(ApiError) as raised:
         asyncio.run(read())
     assert (raised.value.status, raised.value.code, raised.value.retry_after_s) == (503, "engine_dead", 5)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_stop_string_that_only_begins_is_text(make_api, bytes_of, cut):
+    api = make_api(Script([*bytes_of("ABC DEF"), 1], cut=cut))
+    *chunks, _ = api.stream(stop=["DEFGHIJ"])
+    assert by_choice(chunks)[0] == {0: "ABC DEF"}
+    assert api.chat(stop=["DEFGHIJ"]).json()["choices"][0]["message"]["content"] == "ABC DEF"
+
+
+def test_a_choice_that_is_done_stops_while_others_run(make_api, bytes_of):
+    def script(call):
+        first = call.request_id.endswith("-0")
+        return Script(bytes_of("ab.cd"), pause_after=4 if first else 1)
+
+    api = make_api(script)
+
+    async def read():
+        async with aclosing(api.serving.chat_stream(BASE | {"n": 2, "stop": "."})) as chunks:
+            async for chunk in chunks:
+                if chunk["choices"][0]["finish_reason"]:
+                    break
+            await asyncio.sleep(0.01)
+            return len(api.engine.running), [name[-2:] for name in api.engine.aborted]
+
+    assert asyncio.run(read()) == (1, ["-0"])
+
+
+def test_cached_tokens_count_once_a_prompt(make_api, bytes_of):
+    api = make_api(lambda call: Script(bytes_of("a"), cached=3 if call.request_id.endswith(("-0", "-2")) else 50))
+    usage = api.complete(prompt=[[5, 6, 7, 8], [5, 6, 7, 8, 9]], n=2).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 6
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (9, 4)
+
+
+def test_what_came_before_a_failure_is_delivered(make_api, bytes_of):
+    """Also when the consumer was away and finds both at once."""
+    api = make_api(Script(bytes_of("abcdef"), fail_after=5))
+
+    texts = []
+
+    async def read():
+        async for chunk in api.serving.chat_stream(BASE):
+            texts.append(chunk["choices"][0]["delta"]["content"])
+            if len(texts) == 1:
+                await asyncio.sleep(0.05)
+
+    with pytest.raises(ApiError, match="Internal error"):
+        asyncio.run(read())
+    assert texts == ["a", "bcd"]
