@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -52,10 +53,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor: from the index if there is one, else from the single file's header."""
     index = folder / _INDEX
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index} has no weight_map: download the checkpoint again")
-        files = {name: folder / file for name, file in weight_map.items()}
+        files = {name: folder / file for name, file in _weight_map(index).items()}
     else:
         single = folder / "model.safetensors"
         if not single.is_file():
@@ -65,6 +63,16 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     if absent := sorted({path.name for path in files.values() if not path.is_file()}):
         raise CheckpointError(f"{folder} lacks {_some(absent)}, which {_INDEX} lists: download them")
     return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    try:
+        return msgspec.convert(read_json(index).get("weight_map"), dict[str, str])
+    except ConfigError as error:
+        raise CheckpointError(f"{error}: download it again") from None
+    except msgspec.ValidationError:
+        raise CheckpointError(f"{index} has no weight_map of tensors to files: download it again") from None
 
 
 def _check_names(model: Decoder, wanted: dict[str, Weight], files: dict[str, Path], folder: Path) -> None:
@@ -104,7 +112,10 @@ def _read(path: Path, weights: list[Weight]) -> Iterator[tuple[Weight, torch.Ten
 
 
 def _slice(file: safe_open, weight: Weight, path: Path) -> torch.Tensor:
-    source = file.get_slice(weight.name)
+    try:
+        source = file.get_slice(weight.name)
+    except SafetensorError:
+        raise CheckpointError(f"{path} lacks {weight.name}, which {_INDEX} places there: download both again") from None
     shape, want, shard = list(source.get_shape()), list(weight.target.shape), weight.shard
     if shard is not None:
         want[shard.dim] = shard.full

@@ -93,9 +93,10 @@ class Sampler:
     def _draw(
         self, logits: torch.Tensor, params: list[SamplingParams], slot_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        # Greedy rows are divided by 1: their draw is not used, and must not produce NaN.
+        # Greedy rows are divided by 1: their draw is not used, and must not produce NaN. With the greatest logit at 0
+        # a temperature however small gives no infinity.
         temperature = self.temperature[slot_ids]
-        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)[:, None]
         if any(0 < p.top_k < self.vocab_size or p.top_p < 1 for p in params):
             scaled = limit_top(scaled, self.top_k[slot_ids], self.top_p[slot_ids])
         probs = scaled.softmax(-1)
@@ -150,7 +151,7 @@ def limit_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) ->
     ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
     probs = ordered.softmax(-1)
     before = probs.cumsum(-1) - probs
-    dropped = before >= top_p[:, None]
+    dropped = (before >= top_p[:, None]) & (top_p[:, None] < 1)  # rounding may bring `before` to 1 and beyond
     dropped[:, 0] = False
     return torch.empty_like(logits).scatter_(-1, ids, ordered.masked_fill(dropped, -torch.inf))
 

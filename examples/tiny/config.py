@@ -27,8 +27,8 @@ class TinyConfig:
     index_head_dim: int = 128
     index_topk: int = 128
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_factor: float = 4.0
+    rope_theta: int = 10000
+    rope_factor: int = 4
     original_max_position_embeddings: int = 1024
 
     @property

@@ -1,0 +1,155 @@
+"""The shipped model through a real Ray Serve: HTTP with the openai client, and the handle client."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+import httpx
+import openai
+import pytest
+
+from serve.api.errors import ApiError
+from serve.client import Client
+from tests.serving.conftest import APPLICATION, MODEL, Server
+
+GREEDY = {"temperature": 0, "max_tokens": 24}
+PROMPTS = [f"{start} {book}" for start in ("And the LORD", "Now", "In the days of", "Then said") for book in
+           ("Moses", "David", "Saul", "Abraham", "Jesus", "Pharaoh", "Solomon", "Isaac", "Jacob", "Joshua", "Samuel",
+            "Elijah", "Noah", "Adam", "Peter", "Paul")]  # fmt: skip
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.1)
+
+
+def test_chat_streamed_equals_whole(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Genesis 1:1"}]
+    whole = client.chat.completions.create(model=MODEL, messages=messages, **GREEDY)
+    assert whole.choices[0].message.content
+    assert whole.choices[0].finish_reason in ("stop", "length")
+    assert whole.usage is not None
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=messages, stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_handle_client_gives_the_same_answers(client: openai.OpenAI) -> None:
+    over_http = client.completions.create(model=MODEL, prompt=PROMPTS[0], **GREEDY)
+    handle = Client(APPLICATION)
+    whole = handle.complete(PROMPTS[0], **GREEDY)
+    assert whole["choices"][0]["text"] == over_http.choices[0].text
+    chunks = list(handle.stream_complete(PROMPTS[0], **GREEDY))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == over_http.choices[0].text
+    messages = [{"role": "user", "content": "Tell me about Moses"}]
+    chat = client.chat.completions.create(model=MODEL, messages=messages, **GREEDY)
+    assert handle.chat(messages, **GREEDY)["choices"][0]["message"]["content"] == chat.choices[0].message.content
+    assert handle.models()["data"][0]["id"] == MODEL
+    with pytest.raises(ApiError) as caught:
+        handle.complete("", **GREEDY)
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+def test_64_concurrent_requests_get_their_own_text(client: openai.OpenAI, server: Server) -> None:
+    alone = [client.completions.create(model=MODEL, prompt=prompt, **GREEDY).choices[0].text for prompt in PROMPTS]
+
+    async def together() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as many:
+            return await asyncio.gather(*(_either_way(many, i, prompt) for i, prompt in enumerate(PROMPTS)))
+
+    assert asyncio.run(together()) == alone
+
+
+async def _either_way(client: openai.AsyncOpenAI, index: int, prompt: str) -> str:
+    """Every other request streams."""
+    if index % 2:
+        return (await client.completions.create(model=MODEL, prompt=prompt, **GREEDY)).choices[0].text
+    stream = await client.completions.create(model=MODEL, prompt=prompt, stream=True, **GREEDY)
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+def test_cancelled_streams_give_back_slots_and_pages(client: openai.OpenAI, server: Server) -> None:
+    handle = Client(APPLICATION)
+    for _ in range(3):
+        stream = client.completions.create(
+            model=MODEL, prompt="And", stream=True, max_tokens=120, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+        chunks = handle.stream_complete("And", max_tokens=120, ignore_eos=True)
+        next(chunks)
+        chunks.close()
+    wait_until(lambda: server.metric("shoal_num_requests_running") == 0, 5)
+    assert server.metric("shoal_kv_cache_usage_perc") == 0
+    assert server.metric("shoal_num_requests_waiting") == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"prompt": "a " * 400}, 400, "prompt"),
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": [4096]}, 400, "prompt"),
+        ({"prompt": [[1, 2], [-1]]}, 400, "prompt"),
+        ({"prompt": "a", "model": "nope"}, 404, "model"),
+        ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+        ({"prompt": "a", "n": 0}, 400, "n"),
+        ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+        ({"prompt": {"text": "a"}}, 400, "prompt"),
+    ],
+)
+def test_bad_input_is_refused_and_the_next_request_served(server: Server, body: dict, status: int, param: str) -> None:
+    generated = server.metric("shoal_generation_tokens_total")
+    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert server.metric("shoal_generation_tokens_total") == generated
+    after = httpx.post(f"{server.url}/v1/completions", json={"prompt": "And", **GREEDY})
+    assert after.json()["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_fails_its_requests_and_the_replica_is_replaced(client: openai.OpenAI, server: Server) -> None:
+    before = client.completions.create(model=MODEL, prompt=PROMPTS[0], **GREEDY).choices[0].text
+    stream = client.completions.create(
+        model=MODEL, prompt="And", stream=True, max_tokens=120, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    os.kill(_pid_of_a_worker(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(openai.APIError):
+        list(stream)
+    assert time.monotonic() - begin < 10
+
+    def answers() -> bool:
+        with contextlib.suppress(openai.APIError):
+            return client.completions.create(model=MODEL, prompt=PROMPTS[0], **GREEDY).choices[0].text == before
+        return False
+
+    wait_until(answers, 90)
+
+
+def _pid_of_a_worker() -> int:
+    """Ray names an actor's process after its class and running method."""
+    return int(subprocess.check_output(["pgrep", "-f", r"^ray::Worker"], text=True).split()[0])
