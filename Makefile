@@ -11,7 +11,7 @@ MODEL ?= examples/tiny-model
 TP ?= 2
 HOST ?= 127.0.0.1
 PORT ?= 8000
-SERVE_ARGS ?=
+SERVE_ARGS ?= --device cpu
 PYTEST_ARGS ?=
 
 ifeq ($(DEVICE),gpu)
@@ -41,11 +41,6 @@ help:
 	@echo 'make clean         remove $(VENV) and the caches'
 
 serve: $(installed)
-	@echo 'Starting Shoal on $(url). Once it says that it is ready, ask from another shell:'
-	@echo
-	@echo "  curl $(url)/v1/chat/completions -H 'Content-Type: application/json' \\"
-	@echo "    -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Tell me about Moses\"}], \"max_tokens\": 64}'"
-	@echo
 	@$(VENV)/bin/shoal serve --model $(MODEL) --tp $(TP) --host $(HOST) --port $(PORT) $(SERVE_ARGS)
 
 test: lint types

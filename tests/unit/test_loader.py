@@ -155,7 +155,9 @@ def test_tensors_without_use_here_are_skipped(checkpoint: Callable[..., Path]) -
 
 def test_a_tied_head_is_the_embedding_and_its_tensor_may_be_there_or_not(checkpoint: Callable[..., Path]) -> None:
     for drop in (False, True):
-        folder = checkpoint(GLM, lambda t, drop=drop: t.pop("lm_head.weight") if drop else None, tie_word_embeddings=True)
+        folder = checkpoint(
+            GLM, lambda t, drop=drop: t.pop("lm_head.weight") if drop else None, tie_word_embeddings=True
+        )
         model = load(folder)
         assert model.lm_head.weight is model.embed_tokens.weight
         assert torch.equal(model.lm_head.weight, read_tensors(folder)["model.embed_tokens.weight"].float())
@@ -180,7 +182,18 @@ def _quantise(tensors: Tensors) -> None:
         (lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)}), ["model.safetensors", GATE, "F8_E4M3"]),
         (lambda t: t.update({NORM: t[NORM].to(torch.int8)}), ["model.safetensors", NORM, "I8"]),
     ],
-    ids=["missing", "no norm", "extra", "ninth expert", "expert of a dense layer", "shape", "dims", "fp8", "e4m3", "i8"],
+    ids=[
+        "missing",
+        "no norm",
+        "extra",
+        "ninth expert",
+        "expert of a dense layer",
+        "shape",
+        "dims",
+        "fp8",
+        "e4m3",
+        "i8",
+    ],
 )
 def test_tensors_that_do_not_fit_are_named(
     checkpoint: Callable[..., Path], edit: Callable[[Tensors], object], parts: list[str]
@@ -212,7 +225,9 @@ def test_a_shard_without_a_tensor_that_the_index_places_there_is_named(sharded: 
     assert NORM in message
 
 
-@pytest.mark.parametrize("index", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"model.norm.weight": 3}}'])
+@pytest.mark.parametrize(
+    "index", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"model.norm.weight": 3}}']
+)
 def test_a_broken_index_is_named(sharded: Path, index: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(index)
     assert str(sharded / "model.safetensors.index.json") in refusal(sharded)

@@ -1,0 +1,190 @@
+"""The torch attention backend against one row at a time in float64, and MLA absorbed against expanded."""
+
+import math
+
+import pytest
+import torch
+
+from configs.model import ModelConfig
+from layers.attention import backend as attention_backend
+from layers.attention.backend import (
+    AttentionBatch,
+    DecodeRows,
+    PrefillRows,
+    TorchAttention,
+    make_attention_backend,
+)
+from layers.attention.mla import MLA
+from layers.rotary import RotaryEmbedding
+from tests.layer_context import CPU, fill, layer_context
+from tests.oracles import SHIPPED
+
+PAGE = 64
+EDGES = [1, 2, 63, 64, 65, 127, 128, 129]
+every_head_count = pytest.mark.parametrize("heads", [1, 4, 16])
+
+
+def generator(seed: int) -> torch.Generator:
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """One head of one row in float64: q [d], k [n, d], v [n, dv] -> [dv]."""
+    weights = [math.exp(score) for score in ((k.double() @ q.double()) * scale).tolist()]
+    return sum((w * row for w, row in zip(weights, v.double(), strict=True)), torch.zeros(())) / sum(weights)
+
+
+class PagedCache:
+    """Sequences of random entries in shuffled pages; unused positions hold large numbers that must not be seen."""
+
+    def __init__(self, lengths: list[int], width: int, seed: int) -> None:
+        gen = generator(seed)
+        self.lengths = lengths
+        self.longest = max(lengths)
+        columns = -(-self.longest // PAGE) + 1  # a column to spare, as the slot tables have
+        needed = [-(-length // PAGE) for length in lengths]
+        shuffled = (1 + torch.randperm(sum(needed) + 3, generator=gen)).tolist()
+        self.cache = torch.full((sum(needed) + 5, PAGE, width), 1e3)
+        self.table = torch.zeros(len(lengths), columns, dtype=torch.int32)
+        for row, (length, count) in enumerate(zip(lengths, needed, strict=True)):
+            pages = [shuffled.pop() for _ in range(count)]
+            self.table[row, :count] = torch.tensor(pages)
+            self.flat[self.slots(row)] = torch.randn(length, width, generator=gen)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return self.cache.view(-1, self.cache.shape[-1])
+
+    def slots(self, row: int, stop: int | None = None) -> torch.Tensor:
+        """Physical slots of a sequence's first positions."""
+        positions = torch.arange(self.lengths[row] if stop is None else stop)
+        return self.table[row, positions // PAGE].long() * PAGE + positions % PAGE
+
+    def rows(self) -> DecodeRows:
+        return DecodeRows(self.table, torch.tensor(self.lengths, dtype=torch.int32), self.longest)
+
+
+def check_decode(lengths: list[int], heads: int, seed: int, *, width: int = 24, value_dim: int = 16) -> None:
+    paged = PagedCache(lengths, width, seed)
+    q = torch.randn(len(lengths), heads, width, generator=generator(seed + 1))
+    got = TorchAttention().decode(q, paged.cache, paged.rows(), scale=0.3, value_dim=value_dim)
+    assert got.shape == (len(lengths), heads, value_dim)
+    for row in range(len(lengths)):
+        entries = paged.flat[paged.slots(row)]
+        for head in range(heads):
+            want = attend(q[row, head], entries, entries[:, :value_dim], 0.3)
+            torch.testing.assert_close(got[row, head].double(), want, rtol=0, atol=1e-5)
+
+
+@every_head_count
+@pytest.mark.parametrize("length", EDGES)
+def test_decode_around_page_borders(length: int, heads: int) -> None:
+    check_decode([length], heads, seed=length)
+
+
+@every_head_count
+def test_decode_of_mixed_lengths(heads: int) -> None:
+    check_decode([129, 1, 64, 2, 127, 65, 300, 63, 128], heads, seed=500)
+
+
+def test_decode_of_values_as_wide_as_entries() -> None:
+    check_decode([70, 3], 2, seed=600, width=16, value_dim=16)
+
+
+@pytest.mark.parametrize("limit", [1, 200, 400, 10**6])
+def test_decode_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Three pages a row: rows one at a time, one, two, and all at once."""
+    paged = PagedCache([129, 5, 64, 130, 1, 65, 100], 24, seed=700)
+    q = torch.randn(7, 4, 24, generator=generator(701))
+    whole = TorchAttention().decode(q, paged.cache, paged.rows(), scale=0.3, value_dim=16)
+    monkeypatch.setattr(attention_backend, "_GATHER_LIMIT", limit)
+    check_decode(paged.lengths, 4, seed=700)
+    pieces = TorchAttention().decode(q, paged.cache, paged.rows(), scale=0.3, value_dim=16)
+    torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-6)
+
+
+def check_prefill(chunks: list[tuple[int, int]], heads: int, seed: int, dim: int = 24, value_dim: int = 20) -> None:
+    """chunks: (start, rows) of each; a row sees its sequence up to itself, and nothing of its neighbours."""
+    gen = generator(seed)
+    q_offsets, k_offsets = [0], [0]
+    for start, count in chunks:
+        q_offsets.append(q_offsets[-1] + count)
+        k_offsets.append(k_offsets[-1] + start + count)
+    q = torch.randn(q_offsets[-1], heads, dim, generator=gen)
+    k = torch.randn(k_offsets[-1], heads, dim, generator=gen)
+    v = torch.randn(k_offsets[-1], heads, value_dim, generator=gen)
+    rows = PrefillRows(q_offsets, k_offsets, torch.arange(k_offsets[-1]))
+    got = TorchAttention().prefill(q, k, v, rows, scale=0.3)
+    assert got.shape == (q_offsets[-1], heads, value_dim)
+    for (start, count), q_lo, k_lo in zip(chunks, q_offsets, k_offsets, strict=False):
+        for i in range(count):
+            seen = slice(k_lo, k_lo + start + i + 1)
+            for head in range(heads):
+                want = attend(q[q_lo + i, head], k[seen, head], v[seen, head], 0.3)
+                torch.testing.assert_close(got[q_lo + i, head].double(), want, rtol=0, atol=1e-5)
+
+
+@every_head_count
+@pytest.mark.parametrize("chunk", [(0, 1), (0, 2), (0, 65), (1, 1), (64, 1), (63, 2), (129, 3), (1, 64)])
+def test_prefill_of_one_chunk(chunk: tuple[int, int], heads: int) -> None:
+    check_prefill([chunk], heads, seed=800 + sum(chunk))
+
+
+@every_head_count
+def test_prefill_of_packed_chunks_with_different_starts(heads: int) -> None:
+    check_prefill([(0, 5), (64, 1), (0, 1), (7, 9), (127, 2), (1, 1), (0, 20)], heads, seed=900)
+
+
+def test_backends_have_names() -> None:
+    assert (make_attention_backend("auto").name, make_attention_backend("torch").name) == ("torch", "torch")
+
+
+class TestMLA:
+    """Decode rows (absorbed) against prefill rows (expanded) of the same sequence."""
+
+    LENGTH = 130
+
+    def layer(self, folder: str, dtype: torch.dtype) -> tuple[MLA, torch.Tensor, torch.Tensor, RotaryEmbedding]:
+        """A layer with random weights, its input, a cache, and its rotary embedding."""
+        config = ModelConfig.load(SHIPPED / folder)
+        mla = MLA(layer_context(dtype=dtype), config)
+        fill(mla, seed=1000)
+        x = torch.randn(self.LENGTH, config.hidden_size, generator=generator(1001))
+        cache = torch.zeros(6, PAGE, config.attention.cache_dim, dtype=dtype)
+        return mla, x, cache, RotaryEmbedding(config.attention.rope, config.attention.qk_rope_head_dim, 256, CPU)
+
+    def slots(self) -> torch.Tensor:
+        positions = torch.arange(self.LENGTH)
+        return torch.tensor([4, 1, 2])[positions // PAGE] * PAGE + positions % PAGE
+
+    def decode_rows(self, first: int, stop: int) -> DecodeRows:
+        lengths = torch.arange(first + 1, stop + 1, dtype=torch.int32)
+        return DecodeRows(torch.tensor([[4, 1, 2]], dtype=torch.int32).repeat(stop - first, 1), lengths, stop)
+
+    @pytest.mark.parametrize("folder", ["tiny-deepseek_v3-yarn", "tiny-glm4_moe_lite-noqlora"])
+    def test_absorbed_equals_expanded(self, folder: str) -> None:
+        mla, x, cache, rope = self.layer(folder, torch.float32)
+        n, rotation = self.LENGTH, rope(torch.arange(self.LENGTH))
+        prefill = AttentionBatch(self.slots(), 0, None, PrefillRows([0, n], [0, n], self.slots()))
+        expanded = mla(x, rotation, cache, prefill)
+        written = cache.clone()
+        absorbed = mla(x, rotation, cache, AttentionBatch(self.slots(), n, self.decode_rows(0, n), None))
+        assert expanded.abs().mean() > 0.05
+        torch.testing.assert_close(absorbed, expanded, rtol=0, atol=1e-5)
+        assert torch.equal(cache, written)
+        unused = torch.ones(cache.shape[0] * PAGE, dtype=torch.bool)
+        unused[self.slots()] = False
+        assert torch.equal(cache.flatten(0, 1)[unused], torch.zeros(int(unused.sum()), cache.shape[-1]))
+
+    def test_decode_and_prefill_rows_of_one_step(self) -> None:
+        """Rows 100 to 129 run as decode rows, before them in the batch but for the chunk of rows 0 to 99's sake."""
+        mla, x, cache, rope = self.layer("tiny-deepseek_v3-yarn", torch.float32)
+        n, order = self.LENGTH, torch.cat((torch.arange(100, 130), torch.arange(100)))
+        whole = AttentionBatch(self.slots(), 0, None, PrefillRows([0, n], [0, n], self.slots()))
+        want = mla(x, rope(torch.arange(n)), cache, whole)
+        chunk = PrefillRows([0, 100], [0, 100], self.slots()[:100])
+        mixed = AttentionBatch(self.slots()[order], 30, self.decode_rows(100, n), chunk)
+        cache.zero_()
+        got = mla(x[order], rope(order), cache, mixed)
+        torch.testing.assert_close(got, want[order], rtol=0, atol=1e-5)
