@@ -65,13 +65,13 @@ class LocalHost:
     """
 
     def __init__(self, plan: EnginePlan, on_death: Callable[[str], object]) -> None:
+        device = local_device(plan.config)
         self._on_death = on_death
         self._stopping = False
         self._ipc_dir = Path(tempfile.mkdtemp(prefix="shoal-"))
         self._driver = Driver(plan.config, plan.max_model_len, str(self._ipc_dir), None)
         self._driver_thread = threading.Thread(target=self._driver.run, name="shoal-driver", daemon=True)
         self._driver_thread.start()
-        device = local_device(plan.config)
         self._workers = [self._spawn(plan, rank, device) for rank in range(plan.config.parallel.tp_size)]
         for rank, process in enumerate(self._workers):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
@@ -120,7 +120,15 @@ class LocalHost:
 
 
 def local_device(config: EngineConfig) -> str:
-    """ "cpu" or "cuda" for workers on this machine; `auto` takes GPUs when the driver shows any."""
-    if config.device == "auto":
-        return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-    return config.device
+    """The device type of workers on this machine; `auto` takes GPUs when there are any.
+
+    Raises ConfigError when there are fewer GPUs than ranks.
+    """
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
+    if device == "cuda" and gpus < config.parallel.tp_size:
+        raise ConfigError(
+            f"tp_size {config.parallel.tp_size} needs as many GPUs and this machine has {gpus}: "
+            "lower tp_size, or use device cpu"
+        )
+    return device

@@ -27,10 +27,9 @@ _STOP_TIMEOUT_S = 5.0
 
 
 def ray_device(config: EngineConfig) -> str:
-    """ "cpu" or "cuda" for workers of this cluster; `auto` takes GPUs when the cluster has enough for the ranks."""
+    """The device type of workers of this cluster; `auto` takes GPUs when the cluster has any."""
     if config.device == "auto":
-        gpus = ray.cluster_resources().get("GPU", 0)
-        return "cuda" if gpus >= config.parallel.tp_size else "cpu"
+        return "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
     return config.device
 
 

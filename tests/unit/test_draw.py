@@ -43,7 +43,7 @@ def test_equals_a_reference_in_unbounded_integers(stream: int) -> None:
 
 def test_numbers_are_below_one_and_have_32_bits() -> None:
     numbers = torch.cat([sequence(seed) for seed in EXTREMES])
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     bits = numbers * 2.0**32
     assert torch.equal(bits, bits.floor())
     for bit in range(32):

@@ -92,23 +92,23 @@ def test_ranks_hold_exactly_their_slices(folder: Path, tp_size: int, ep_size: in
     tensors = read_tensors(folder)
     ranks = [load(folder, TensorParallel(rank, tp_size, ep_size)) for rank in range(tp_size)]
     check_slices(ranks, tensors)
-    experts = ModelConfig.load(folder).moe.router.num_experts // ep_size
+    experts = 8 // ep_size
     for rank, model in enumerate(ranks):
         assert not any(parameter.isnan().any() for parameter in model.parameters())
         names = {weight.name for weight in model.weights()}
         first = rank // (tp_size // ep_size) * experts
-        own = {e for e in range(experts * ep_size) if f"model.layers.2.mlp.experts.{e}.up_proj.weight" in names}
+        own = {e for e in range(8) if f"model.layers.2.mlp.experts.{e}.up_proj.weight" in names}
         assert own == set(range(first, first + experts))
 
 
 def test_stacked_parameters_are_in_their_documented_order() -> None:
     tensors = read_tensors(V3)
-    model = load(V3, TensorParallel(1, 2, 1))
-    gate_up = model.layers[1].mlp.gate_up
+    parameters = dict(load(V3, TensorParallel(1, 2, 1)).named_parameters())
+    gate_up = parameters["layers.1.mlp.gate_up"]
     for half, name in zip(gate_up[5].chunk(2), ("gate", "up"), strict=True):
         assert torch.equal(half, tensors[f"model.layers.1.mlp.experts.5.{name}_proj.weight"][32:].float())
     down = torch.cat([tensors[f"model.layers.0.self_attn.{n}.weight"] for n in ("q_a_proj", "kv_a_proj_with_mqa")])
-    assert torch.equal(model.layers[0].self_attn.down_proj.weight, down.float())
+    assert torch.equal(parameters["layers.0.self_attn.down_proj.weight"], down.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,10 +120,10 @@ def test_dtypes_are_cast_and_the_router_stays_float32(checkpoint: Callable[..., 
         tensors.update({bias: precise, GATE: tensors[GATE].half(), NORM: tensors[NORM].float()})
 
     folder = checkpoint(V3, edit)
-    model = load(folder, dtype=dtype)
-    assert torch.equal(model.layers[1].mlp.gate.bias, precise)
-    assert model.layers[1].mlp.gate.weight.dtype == torch.float32
-    assert torch.equal(model.layers[1].mlp.gate_up[5, :64], read_tensors(folder)[GATE].to(dtype))
+    parameters = dict(load(folder, dtype=dtype).named_parameters())
+    assert torch.equal(parameters["layers.1.mlp.gate.bias"], precise)
+    assert parameters["layers.1.mlp.gate.weight"].dtype == torch.float32
+    assert torch.equal(parameters["layers.1.mlp.gate_up"][5, :64], read_tensors(folder)[GATE].to(dtype))
 
 
 @pytest.mark.parametrize(("rank", "tp_size", "ep_size"), [(0, 1, 1), (1, 2, 1), (1, 2, 2)])

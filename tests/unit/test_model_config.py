@@ -232,13 +232,14 @@ REQUIRED = [
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
-    assert refusal(tmp_path, **{name: ABSENT}) == f"field {name} is missing"
+    changes: dict[str, Any] = {name: ABSENT}
+    assert refusal(tmp_path, **changes) == f"field {name} is missing"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.load(tmp_path)
 
 

@@ -185,6 +185,14 @@ def test_of_equal_logits_the_lowest_ids_stay() -> None:
     assert limited.isfinite().tolist() == [[False, True, True, False, False], [False, True, True, False, False]]
 
 
+def test_of_many_equal_logits_the_lowest_ids_stay() -> None:
+    logits = random_logits(4, 1000, seed=750).div(3).round()
+    limited = limit_top(logits, torch.full((4,), 300), torch.ones(4))
+    for row, got in zip(logits.tolist(), limited.isfinite().tolist(), strict=True):
+        want = sorted(range(1000), key=lambda token: (-row[token], token))[:300]
+        assert [token for token, kept in enumerate(got) if kept] == sorted(want)
+
+
 def test_drawing_never_picks_what_has_no_probability() -> None:
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).repeat(5, 1)
     u = torch.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2.0**-32], dtype=torch.float64)

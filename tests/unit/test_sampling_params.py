@@ -1,6 +1,7 @@
 """Ranges of the sampling parameters, and the wire format that carries them."""
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -48,22 +49,27 @@ REFUSED = [
 FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 
 
+def build(name: str, value: Any) -> SamplingParams:
+    fields: dict[str, Any] = {name: value}
+    return SamplingParams(**fields)
+
+
 @pytest.mark.parametrize(("name", "value"), [(name, v) for name, *values in ACCEPTED for v in values])
 def test_ends_of_a_range_are_in_it(name: str, value: float) -> None:
-    assert getattr(SamplingParams(**{name: value}), name) == value
+    assert getattr(build(name, value), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, v) for name, *values in REFUSED for v in values])
 def test_values_past_the_ends_are_refused_by_the_fields_name(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"^{name} .*{value}"):
-        SamplingParams(**{name: value})
+        build(name, value)
 
 
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be in .*, got {value}$"):
-        SamplingParams(**{name: value})
+        build(name, value)
 
 
 @pytest.mark.parametrize("bias", [-100.5, 101, math.nan])
@@ -78,7 +84,7 @@ def test_min_tokens_past_max_tokens_says_both() -> None:
 
 
 def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="^stop must not contain an empty string"):
+    with pytest.raises(ValueError, match=r"^stop must not contain an empty string"):
         SamplingParams(stop=("a", ""))
 
 
@@ -92,7 +98,7 @@ def test_an_empty_stop_string_is_refused() -> None:
         ({"repetition_penalty": 1.1}, True),
     ],
 )
-def test_only_penalties_need_the_history(params: dict, expected: bool) -> None:
+def test_only_penalties_need_the_history(params: dict[str, Any], expected: bool) -> None:
     assert SamplingParams(**params).has_penalties is expected
 
 
