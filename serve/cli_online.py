@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from serve.chat_cli import run_chat
 from serve.hosting import EnginePlan
 
 APPLICATION = "shoal"
+_PHASES = ("Ray", "Serve's proxy", "replica and workers")
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -74,12 +76,18 @@ def _serve(args: argparse.Namespace) -> int:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    marks = [time.perf_counter()]
     _init_ray(ray, args.tp)
     try:
+        marks.append(time.perf_counter())
         ray_serve.start(proxy_location="HeadOnly", http_options={"host": args.host, "port": args.port})
+        marks.append(time.perf_counter())
         print(f"loading {config.model_name} from {config.engine.model} ...", flush=True)
         ray_serve.run(build(application_args), name=APPLICATION, route_prefix="/")
+        marks.append(time.perf_counter())
+        took = ", ".join(f"{what} {b - a:.1f} s" for what, a, b in zip(_PHASES, marks, marks[1:], strict=False))
         print(_banner(config.model_name, args.host, args.port), flush=True)
+        print(f"(the start took {marks[-1] - marks[0]:.1f} s: {took})", flush=True)
         stop.wait()
         print("stopping ...", flush=True)
     except RuntimeError as error:  # Serve's "Deploying application failed: <traceback>"

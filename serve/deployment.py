@@ -117,7 +117,7 @@ class LLMServer:
             "%s is ready after %.1f s (%s): KV cache of %d pages = %d tokens, %.0f MiB a rank; context %d",
             self._config.model_name,
             seconds,
-            ", ".join(f"{phase} {took:.1f} s" for phase, took in ready.seconds.items()),
+            ", ".join(f"{phase} {took:.1f} s" for phase, took in self._engine.start_seconds.items()),
             ready.num_pages,
             ready.num_pages * ready.page_size,
             ready.num_pages * ready.page_bytes / 2**20,

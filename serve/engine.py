@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 
@@ -49,6 +50,7 @@ class AsyncEngine:
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
         self._queues: dict[str, asyncio.Queue[RequestDelta | EngineDeadError]] = {}
+        self.start_seconds: dict[str, float] = {}  # where the start's time went: processes up, then workers' phases
         self._stats: EngineStats | None = None
         self._dead: str | None = None
         self._stopped = False
@@ -80,12 +82,15 @@ class AsyncEngine:
             if not exited.done():
                 exited.set_result(message)
 
+        begin = time.perf_counter()
         host = await asyncio.to_thread(
             host_factory, plan, lambda message: loop.call_soon_threadsafe(note_exit, message)
         )
+        processes = time.perf_counter() - begin
         engine = cls(plan, host, exited, on_progress)
         try:
-            await asyncio.wrap_future(engine._ready)
+            ready = await asyncio.wrap_future(engine._ready)
+            engine.start_seconds = {"processes": processes, **ready.seconds}
         except BaseException:
             await engine.stop()
             raise
