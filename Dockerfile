@@ -44,4 +44,4 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 
 ENTRYPOINT ["shoal", "serve", "--host", "0.0.0.0"]
-CMD ["--model", "/opt/shoal/examples/tiny-model", "--tp", "2"]
+CMD ["--model", "/opt/shoal/examples/tiny-model", "--tp", "2", "--device", "cpu"]

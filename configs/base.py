@@ -19,7 +19,9 @@ def explain(error: ValidationError, *, where: str) -> str:
     for item in error.errors(include_url=False):
         field = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
+        if item["type"] == "missing":
+            message = "is missing"
+        elif item["type"] == "extra_forbidden":
             message = "unknown setting (check its spelling)"
         lines.append(f"{where}: {field}: {message}" if field else f"{where}: {message}")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configs.base import ConfigError
-from serve.tokenizer import read_json
+from serve.tokenizer import read_optional_json
 
 Message = dict[str, Any]
 
@@ -57,7 +57,7 @@ class ChatTemplate:
         path = folder / "chat_template.jinja"
         if path.is_file():
             return cls(path.read_text(encoding="utf-8"), special_tokens)
-        source = read_json(folder / "tokenizer_config.json").get("chat_template")
+        source = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
             source = {item["name"]: item["template"] for item in source}.get("default")
         return cls(source, special_tokens) if isinstance(source, str) else None

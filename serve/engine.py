@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 
 import msgspec
@@ -122,8 +122,11 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestDelta, None]:
         """Yields what each step adds; closing the generator aborts the request.
 
-        Raises EngineDeadError when the engine is gone, ValueError for a request_id that is in use.
+        Raises EngineDeadError when the engine is gone, ValueError for a request_id that is in use or a parameter that
+        names a token the model does not have.
         """
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         if request_id in self._queues:
@@ -146,6 +149,11 @@ class AsyncEngine:
             del self._queues[request_id]
             if not finished:
                 self._send(AbortRequests([request_id]))
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"{name} holds the token id {token_id}: this model's are 0 to {self.vocab_size - 1}")
 
     async def stop(self) -> None:
         """Ends driver and workers. Requests in flight fail."""

@@ -14,6 +14,7 @@ import msgspec
 
 from configs.base import ConfigError
 from configs.engine import EngineConfig
+from configs.hf import load_model_config
 from configs.model import ModelConfig
 from serve.driver.channels import Endpoints
 from serve.driver.driver import Driver
@@ -33,7 +34,7 @@ class EnginePlan:
     @classmethod
     def make(cls, config: EngineConfig) -> "EnginePlan":
         """Raises ConfigError for what cannot work: unknown architecture, indivisible dimensions, too long a context."""
-        model = ModelConfig.load(config.model)
+        model = load_model_config(config.model)
         model.check_parallel(config.parallel.tp_size, config.parallel.ep_size)
         longest = model.max_context
         if config.max_model_len is not None and config.max_model_len > longest:

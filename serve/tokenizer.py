@@ -1,6 +1,5 @@
 """A checkpoint's tokenizer, read from tokenizer.json by the `tokenizers` library (transformers is slow to import)."""
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders
 
 from configs.base import ConfigError
+from configs.hf import read_json
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -50,8 +50,10 @@ class Tokenizer:
             raise ConfigError(f"{path} cannot be read: {error}") from None
         self._fast.no_truncation()
         self._fast.no_padding()
-        config = read_json(folder / "tokenizer_config.json")
-        self.special_tokens = _named_tokens(read_json(folder / "special_tokens_map.json")) | _named_tokens(config)
+        config = read_optional_json(folder / "tokenizer_config.json")
+        self.special_tokens = _named_tokens(read_optional_json(folder / "special_tokens_map.json")) | _named_tokens(
+            config
+        )
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_ids = self._find_eos(folder)
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
@@ -105,8 +107,8 @@ class Tokenizer:
         """The tokenizer's eos and generation_config.json's; config.json's only where neither names one."""
         named = self._id_of("eos_token")
         found = [] if named is None else [named]
-        found += _as_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
-        found = found or _as_ids(read_json(folder / "config.json").get("eos_token_id"))
+        found += _as_ids(read_optional_json(folder / "generation_config.json").get("eos_token_id"))
+        found = found or _as_ids(read_optional_json(folder / "config.json").get("eos_token_id"))
         return tuple(dict.fromkeys(found))
 
     def _bos_by_flag(self, config: dict[str, Any]) -> list[int]:
@@ -116,17 +118,9 @@ class Tokenizer:
         return [] if self._fast.encode("", add_special_tokens=True).ids else [self.bos_token_id]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An optional file of the checkpoint: {} when it is not there. Raises ConfigError when it is no JSON object."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """A file that a checkpoint may lack: {} then. Raises ConfigError when it is no JSON object."""
+    return read_json(path) if path.is_file() else {}
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from configs.base import ConfigError
-from configs.model import read_json
+from configs.hf import read_json
 from layers.models.decoder import Decoder
 from layers.weights import Weight
 

@@ -16,7 +16,7 @@ import zmq
 
 from configs.base import ConfigError
 from configs.engine import EngineConfig
-from configs.model import ModelConfig
+from configs.hf import load_model_config
 from workers import parallel
 from workers.runner import ModelRunner
 from workers.step import (
@@ -123,7 +123,7 @@ def _serve(spec: WorkerSpec, channel: _Channel) -> None:
 def _start(spec: WorkerSpec, channel: _Channel) -> tuple[ModelRunner, dict[str, float]]:
     """The loaded runner, and where the time went."""
     config = EngineConfig.model_validate_json(spec.config)
-    model_config = ModelConfig.load(config.model)
+    model_config = load_model_config(config.model)
     begin = time.perf_counter()
     device = _prepare_device(spec, config)
     tp = parallel.init_tensor_parallel(config.parallel, spec.rank, spec.rendezvous, device, config.start_timeout_s)

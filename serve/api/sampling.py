@@ -5,7 +5,7 @@ from typing import Any
 
 from serve.api.errors import bad_request
 from serve.api.protocol import GenerationRequest
-from serve.tokenizer import read_json
+from serve.tokenizer import read_optional_json
 from workers.step import SamplingParams
 
 _FROM_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -16,7 +16,7 @@ def checkpoint_defaults(folder: Path) -> dict[str, float]:
 
     A request that leaves one of them out gets this value, as in vLLM; where the file says nothing, OpenAI's default.
     """
-    config = read_json(folder / "generation_config.json")
+    config = read_optional_json(folder / "generation_config.json")
     return {name: config[name] for name in _FROM_CHECKPOINT if config.get(name) is not None}
 
 

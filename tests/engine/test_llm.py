@@ -75,6 +75,13 @@ def test_unusable_prompts_start_nothing(llm: LLM) -> None:
     assert after.token_ids
 
 
+@pytest.mark.parametrize("fields", [{"logit_bias": {4096: 1.0}}, {"stop_token_ids": (-1,), "min_tokens": 2}])
+def test_a_parameter_with_an_unknown_token_is_refused(llm: LLM, fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(fields))} holds the token id"):
+        llm.generate([[5, 6]], changed(**fields))
+    assert llm.generate([[5, 6]], GREEDY)[0].token_ids
+
+
 def test_an_engine_that_cannot_hold_one_sequence_says_what_to_raise(tiny_model: Path) -> None:
     with pytest.raises(EngineDeadError, match=r"holds 64 tokens.*kv_cache_bytes"):
         LLM(tiny_model, device="cpu", kv_cache_bytes=4 * 64 * 576 * 4)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from configs.engine import EngineConfig, ParallelConfig
-from configs.model import ModelConfig
+from configs.hf import load_model_config
 from layers.attention.backend import AttentionBatch, DecodeRows
 from layers.moe.router import Router, Routing
 from layers.parallel import TensorParallel
@@ -28,7 +28,7 @@ class Rank:
     def __init__(self, folder: Path, tp: TensorParallel, dtype: str) -> None:
         parallel = ParallelConfig(tp_size=tp.size, ep_size=tp.ep_size)
         config = EngineConfig(model=folder, parallel=parallel, dtype=dtype, kv_cache_bytes=32 << 20, max_num_seqs=4)
-        self.runner = ModelRunner(config, ModelConfig.load(folder), MAX_LEN, tp, CPU, lambda done, total: None)
+        self.runner = ModelRunner(config, load_model_config(folder), MAX_LEN, tp, CPU, lambda done, total: None)
         self.runner.start_cache(self.runner.num_pages)
         self.pages = list(range(3, 3 + MAX_LEN // 64))[::-1]  # not in order, as after some use
         self.step = 0

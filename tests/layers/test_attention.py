@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from configs.model import ModelConfig
+from configs.hf import load_model_config
 from layers.attention import backend as attention_backend
 from layers.attention.backend import (
     AttentionBatch,
@@ -147,7 +147,7 @@ class TestMLA:
 
     def layer(self, folder: str, dtype: torch.dtype) -> tuple[MLA, torch.Tensor, torch.Tensor, RotaryEmbedding]:
         """A layer with random weights, its input, a cache, and its rotary embedding."""
-        config = ModelConfig.load(SHIPPED / folder)
+        config = load_model_config(SHIPPED / folder)
         mla = MLA(layer_context(dtype=dtype), config)
         fill(mla, seed=1000)
         x = torch.randn(self.LENGTH, config.hidden_size, generator=generator(1001))

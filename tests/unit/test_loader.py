@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.model import ModelConfig
+from configs.hf import load_model_config
 from layers.models.decoder import Decoder
 from layers.parallel import TensorParallel
 from layers.weights import Weight
@@ -31,7 +31,7 @@ def read_tensors(folder: Path) -> Tensors:
 
 def build(folder: Path, tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
     """The model of a folder's config with NaN parameters, so that what is not loaded shows."""
-    model = Decoder(layer_context(tp, dtype), ModelConfig.load(folder), max_positions=8)
+    model = Decoder(layer_context(tp, dtype), load_model_config(folder), max_positions=8)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
     return model

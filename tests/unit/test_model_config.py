@@ -9,7 +9,8 @@ import pytest
 
 from configs.base import ConfigError
 from configs.engine import EngineConfig, ParallelConfig, ServeConfig
-from configs.model import SUPPORTED_TYPES, ModelConfig, RopeConfig
+from configs.hf import SUPPORTED_TYPES, load_model_config
+from configs.model import ModelConfig, RopeConfig
 from serve.hosting import EnginePlan
 from tests.oracles import SHIPPED
 
@@ -30,7 +31,7 @@ def write(folder: Path, base: Path = V3_FILE, **changes: Any) -> Path:
 
 
 def parse(folder: Path, base: Path = V3_FILE, **changes: Any) -> ModelConfig:
-    return ModelConfig.load(write(folder, base, **changes))
+    return load_model_config(write(folder, base, **changes))
 
 
 def refusal(folder: Path, base: Path = V3_FILE, **changes: Any) -> str:
@@ -123,7 +124,7 @@ def test_layer_specs(tmp_path: Path, changes: dict[str, Any], expected: str) -> 
 
 
 def test_sparse_models_need_index_topk_and_a_short_context_stays(tmp_path: Path) -> None:
-    assert "index_topk is missing" in refusal(tmp_path, model_type="deepseek_v32")
+    assert "index_topk: is missing" in refusal(tmp_path, model_type="deepseek_v32")
     config = parse(tmp_path, model_type="deepseek_v32", index_topk=2048)
     assert (config.dense_context, config.max_context) == (2048, 512)
 
@@ -199,9 +200,9 @@ def test_attention_scale_of_deepseek_v3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, ["model_type 'llama'", "LlamaForCausalLM"]),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, ["model_type 'llama'", "glm4_moe_lite"]),
         ({"model_type": ABSENT, "architectures": None}, ["model_type None", "deepseek_v3", "glm4_moe_lite"]),
-        ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "only 'silu'"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'silu'"]),
         ({"attention_bias": True}, ["attention_bias"]),
         ({"vocab_size": -1}, ["vocab_size", "greater than or equal to 1"]),
         ({"hidden_size": "wide"}, ["hidden_size", "integer"]),
@@ -210,12 +211,19 @@ def test_attention_scale_of_deepseek_v3(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 5}, ["num_experts_per_tok (5) exceeds the 4 experts"]),
         ({"topk_method": "psychic"}, ["method", "noaux_tc"]),
         ({"scoring_func": "tanh"}, ["scoring", "sigmoid"]),
-        ({"mlp_layer_types": ["dense", "sparse"]}, ["mlp_layer_types", "each of 3 layers"]),
+        ({"mlp_layer_types": ["dense", "sparse"]}, ["mlp_layer_types has 2 entries for 3 layers"]),
         ({"mlp_layer_types": ["dense", "sparse", "odd"]}, ["mlp_layer_types", "'dense' or 'sparse'"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, ["rope type 'linear'", "'yarn'"]),
-        ({"rope_scaling": {"type": "yarn"}}, ["factor is missing"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling", "'default' or 'yarn'"]),
+        ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling.factor: is missing"]),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, ["factor", "greater than or equal to 1"]),
         ({"dtype": "int8", "torch_dtype": ABSENT}, ["dtype", "'bfloat16'"]),
+        ({"num_hidden_layers": "3"}, ["num_hidden_layers", "valid integer"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling"]),
+        ({"mlp_layer_types": 3}, ["mlp_layer_types", "valid list"]),
+        ({"moe_layer_freq": [0, 1, 1]}, ["moe_layer_freq", "valid integer"]),
+        ({"n_shared_experts": "2"}, ["n_shared_experts", "valid integer"]),
+        ({"qk_rope_head_dim": 15}, ["qk_rope_head_dim", "multiple of 2"]),
+        ({"routed_scaling_factor": "big"}, ["routed_scaling_factor", "valid number"]),
     ],
 )
 def test_what_cannot_work_is_refused_by_its_field(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
@@ -233,14 +241,14 @@ REQUIRED = [
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     changes: dict[str, Any] = {name: ABSENT}
-    assert refusal(tmp_path, **changes) == f"field {name} is missing"
+    assert refusal(tmp_path, **changes) == f"{name}: is missing"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.json"):
-        ModelConfig.load(tmp_path)
+        load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(

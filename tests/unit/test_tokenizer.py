@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from configs.base import ConfigError
-from serve.tokenizer import Tokenizer, TokenizerError, read_json
+from serve.tokenizer import Tokenizer, TokenizerError, read_optional_json
 
 TEXTS = [
     "",
@@ -113,7 +113,7 @@ def test_stored_truncation_and_padding_are_off(folder):
 
 def test_unusable_folders(folder):
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not readable JSON"):
         Tokenizer(folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
@@ -123,4 +123,4 @@ def test_unusable_folders(folder):
         Tokenizer(folder)
     (folder / "list.json").write_text("[]")
     with pytest.raises(ConfigError, match="must hold a JSON object"):
-        read_json(folder / "list.json")
+        read_optional_json(folder / "list.json")
