@@ -20,8 +20,8 @@ def build(args: dict[str, Any]) -> Application:
     config = ServeConfig.from_args(args)
     EnginePlan.make(config.engine)
     device = ray_device(config.engine)
-    preflight(config.engine, device)
     options = config.deployment
+    preflight(config.engine, device, options.num_replicas)
     deployment = ray_serve.deployment(
         name="LLMServer",
         num_replicas=options.num_replicas,

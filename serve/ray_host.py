@@ -122,18 +122,16 @@ class RayHost:
             self._on_death(f"{self._runs[done[0]]} {cause}")
 
 
-def preflight(config: EngineConfig, device: str) -> None:
-    """Raises ConfigError when the cluster, as it is now, can never place the engine."""
+def preflight(config: EngineConfig, device: str, num_replicas: int) -> None:
+    """Raises ConfigError when the cluster, as it is now, can never place the engines."""
     total = ray.cluster_resources()
     wanted: dict[str, float] = {}
-    for bundle in placement_bundles(config, device):
+    for bundle in placement_bundles(config, device) * num_replicas:
         for resource, amount in bundle.items():
             wanted[resource] = wanted.get(resource, 0) + amount
-    short = [
-        f"{amount:g} {name} of {total.get(name, 0):g}" for name, amount in wanted.items() if total.get(name, 0) < amount
-    ]
+    short = [f"{need:g} {name} of {total.get(name, 0):g}" for name, need in wanted.items() if total.get(name, 0) < need]
     if short:
         raise ConfigError(
-            f"tp_size {config.parallel.tp_size} on {device} needs {', '.join(short)} in the cluster: start Ray with "
-            "more (ray start --num-cpus N --num-gpus M), or lower tp_size"
+            f"{num_replicas} replica(s) of tp_size {config.parallel.tp_size} on {device} need {', '.join(short)} in the "
+            "cluster: start Ray with more (ray start --num-cpus N --num-gpus M), or lower tp_size or num_replicas"
         )

@@ -102,7 +102,7 @@ def test_settings_that_cannot_work_fail_before_anything_starts(tiny_model: Path)
 def test_a_killed_worker_fails_requests_at_once(tiny_model: Path) -> None:
     with LLM(tiny_model, tp=2, device="cpu") as two:
         (future,) = two.submit(["And"], changed(max_tokens=120, ignore_eos=True))
-        two.engine._host._workers[1].kill()  # type: ignore[attr-defined]
+        two.engine._host._workers[1].kill()
         with pytest.raises(EngineDeadError, match="worker"):
             future.result(timeout=30)
         with pytest.raises(EngineDeadError):
