@@ -132,6 +132,6 @@ def preflight(config: EngineConfig, device: str, num_replicas: int) -> None:
     short = [f"{need:g} {name} of {total.get(name, 0):g}" for name, need in wanted.items() if total.get(name, 0) < need]
     if short:
         raise ConfigError(
-            f"{num_replicas} replica(s) of tp_size {config.parallel.tp_size} on {device} need {', '.join(short)} in the "
+            f"{num_replicas} replicas of tp_size {config.parallel.tp_size} on {device} need {', '.join(short)} in the "
             "cluster: start Ray with more (ray start --num-cpus N --num-gpus M), or lower tp_size or num_replicas"
         )
