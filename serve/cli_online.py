@@ -74,10 +74,10 @@ def _serve(args: argparse.Namespace) -> int:
     from serve.app import build
 
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     marks = [time.perf_counter()]
     _init_ray(ray, args.tp)
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray's start, which sets its own
+        signal.signal(number, lambda *_: stop.set())
     try:
         marks.append(time.perf_counter())
         ray_serve.start(proxy_location="HeadOnly", http_options={"host": args.host, "port": args.port})

@@ -103,6 +103,7 @@ class LLMServer:
         """A dead engine cannot be repaired in place: leave, so that Serve starts another replica at once."""
         await self._engine.died.wait()
         await asyncio.sleep(_LAST_ANSWERS_S)
+        await self._engine.stop()
         os._exit(1)
 
     def _show_progress(self, progress: StartupProgress) -> None:

@@ -160,9 +160,10 @@ class AsyncEngine:
         if self._stopped:
             return
         self._stopped = True
+        graceful = self._dead is None
         self._fail("the engine was stopped")
         self._send(Shutdown())
-        await asyncio.to_thread(self._host.stop)
+        await asyncio.to_thread(lambda: self._host.stop(graceful=graceful))
         await asyncio.to_thread(self._reader.join)
         self._context.destroy(linger=0)
 

@@ -52,8 +52,8 @@ class Host(Protocol):
     def endpoints(self) -> Endpoints:
         """Where the front end connects."""
 
-    def stop(self) -> None:
-        """Ends what is still running. The driver was sent Shutdown before, if it could be."""
+    def stop(self, *, graceful: bool) -> None:
+        """Ends what is still running: when graceful after some seconds (the driver was sent Shutdown), else at once."""
 
 
 HostFactory = Callable[[EnginePlan, Callable[[str], object]], Host]
@@ -81,12 +81,12 @@ class LocalHost:
     def endpoints(self) -> Endpoints:
         return self._driver.endpoints
 
-    def stop(self) -> None:
+    def stop(self, *, graceful: bool) -> None:
         self._stopping = True
         self._driver_thread.join(_STOP_TIMEOUT_S)
         for process in self._workers:
             try:
-                process.wait(_STOP_TIMEOUT_S)
+                process.wait(_STOP_TIMEOUT_S if graceful else 0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

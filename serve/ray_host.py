@@ -97,9 +97,9 @@ class RayHost:
     def endpoints(self) -> Endpoints:
         return self._endpoints
 
-    def stop(self) -> None:
+    def stop(self, *, graceful: bool) -> None:
         self._stopping = True
-        ray.wait(list(self._runs), num_returns=len(self._runs), timeout=_STOP_TIMEOUT_S)
+        ray.wait(list(self._runs), num_returns=len(self._runs), timeout=_STOP_TIMEOUT_S if graceful else 0)
         for actor in (self._driver, *self._workers):
             ray.kill(actor)
         shutil.rmtree(self._ipc_dir, ignore_errors=True)
