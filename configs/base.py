@@ -8,9 +8,9 @@ class ConfigError(ValueError):
 
 
 class Settings(BaseModel):
-    """A frozen pydantic model whose unknown keys are errors."""
+    """A frozen pydantic model whose unknown keys are errors. It travels as JSON, which has no infinity."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def explain(error: ValidationError, *, where: str) -> str:

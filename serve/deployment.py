@@ -102,6 +102,7 @@ class LLMServer:
     async def _exit_when_dead(self) -> None:
         """A dead engine cannot be repaired in place: leave, so that Serve starts another replica at once."""
         await self._engine.died.wait()
+        logger.error("the engine died and this replica ends: %s", self._engine.dead)
         await asyncio.sleep(_LAST_ANSWERS_S)
         await self._engine.stop()
         os._exit(1)

@@ -57,7 +57,7 @@ class AsyncEngine:
         self.died = asyncio.Event()
         self._ready: Future[EngineReady] = Future()
         self._host = host
-        exited.add_done_callback(lambda message: self._loop.call_later(_LAST_WORDS_S, self._fail, message.result()))
+        exited.add_done_callback(lambda message: self._on_exit(message.result()))
         self._context = zmq.Context()
         self._requests = self._context.socket(zmq.PUSH)
         self._requests.setsockopt(zmq.LINGER, 0)
@@ -132,11 +132,11 @@ class AsyncEngine:
         if request_id in self._queues:
             raise ValueError(f"request_id {request_id!r} is in use")
         queue: asyncio.Queue[RequestDelta | EngineDeadError] = asyncio.Queue()
-        self._queues[request_id] = queue
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = (*eos, *params.stop_token_ids)
         finished = False
         self._send(AddRequest(request_id, token_ids, params, priority, cache_salt, stop_ids))
+        self._queues[request_id] = queue  # after sending, which may fail; answers come through this same loop
         try:
             while not finished:
                 delta = await queue.get()
@@ -147,7 +147,7 @@ class AsyncEngine:
                 yield delta
         finally:
             del self._queues[request_id]
-            if not finished:
+            if not finished and not self._stopped:
                 self._send(AbortRequests([request_id]))
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
@@ -199,12 +199,16 @@ class AsyncEngine:
         elif isinstance(message, EngineDead):
             self._fail(message.message)
 
+    def _on_exit(self, message: str) -> None:
+        """The first process that ended: the cause, where the driver has only heard of it from the others."""
+        if not self._stopped:
+            logger.error("%s", message)
+            self._loop.call_later(_LAST_WORDS_S, self._fail, message)
+
     def _fail(self, message: str) -> None:
         if self._dead is not None:
             return
         self._dead = message
-        if not self._stopped:
-            logger.error("the engine died: %s", message)
         if not self._ready.done():
             self._ready.set_exception(EngineDeadError(message))
         for queue in self._queues.values():

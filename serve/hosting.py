@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from serve.driver.driver import Driver
 from workers.worker import WorkerSpec
 
 _STOP_TIMEOUT_S = 5.0
+_LONGEST_PARENT = 70
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,21 @@ class Host(Protocol):
 HostFactory = Callable[[EnginePlan, Callable[[str], object]], Host]
 
 
+class IpcFolder:
+    """A new folder for an engine's sockets, removed at the latest when the process ends in an orderly way."""
+
+    def __init__(self) -> None:
+        # A socket's path may have about 100 characters, which some TMPDIRs exceed.
+        parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_PARENT else "/tmp"
+        self.path = Path(tempfile.mkdtemp(prefix="shoal-", dir=parent))
+        self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    @property
+    def rendezvous(self) -> str:
+        """A torch.distributed init_method for ranks on this node."""
+        return f"file://{self.path / 'rendezvous'}"
+
+
 class LocalHost:
     """The driver in a thread, each worker in a child process. One node.
 
@@ -69,8 +86,8 @@ class LocalHost:
         device = local_device(plan.config)
         self._on_death = on_death
         self._stopping = False
-        self._ipc_dir = Path(tempfile.mkdtemp(prefix="shoal-"))
-        self._driver = Driver(plan.config, plan.max_model_len, str(self._ipc_dir), None)
+        self._ipc_dir = IpcFolder()
+        self._driver = Driver(plan.config, plan.max_model_len, str(self._ipc_dir.path), None)
         self._driver_thread = threading.Thread(target=self._driver.run, name="shoal-driver", daemon=True)
         self._driver_thread.start()
         self._workers = [self._spawn(plan, rank, device) for rank in range(plan.config.parallel.tp_size)]
@@ -92,7 +109,7 @@ class LocalHost:
                 process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-        shutil.rmtree(self._ipc_dir, ignore_errors=True)
+        self._ipc_dir.remove()
 
     def _spawn(self, plan: EnginePlan, rank: int, device: str) -> subprocess.Popen[bytes]:
         spec = WorkerSpec(
@@ -102,7 +119,7 @@ class LocalHost:
             device=f"cuda:{rank}" if device == "cuda" else "cpu",
             steps=self.endpoints.steps[0],
             replies=self.endpoints.replies[0],
-            rendezvous=f"file://{self._ipc_dir / 'rendezvous'}",
+            rendezvous=self._ipc_dir.rendezvous,
         )
         # A session of its own: Ctrl-C reaches the parent alone, which then stops its workers in order.
         process = subprocess.Popen(

@@ -5,11 +5,8 @@ broken communicator, so the whole engine is replaced.
 """
 
 import contextlib
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,7 +17,7 @@ from configs.base import ConfigError
 from configs.engine import EngineConfig
 from serve.driver.channels import Endpoints
 from serve.driver.driver import Driver
-from serve.hosting import EnginePlan
+from serve.hosting import EnginePlan, IpcFolder
 from workers.worker import Worker, WorkerSpec
 
 _STOP_TIMEOUT_S = 5.0
@@ -64,7 +61,7 @@ class RayHost:
     ) -> None:
         self._on_death = on_death
         self._stopping = False
-        self._ipc_dir = Path(tempfile.mkdtemp(prefix="shoal-"))
+        self._ipc_dir = IpcFolder()
         ranks = range(plan.config.parallel.tp_size)
         worker_resources = {"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0}
         self._workers = [self._actor(Worker, group, 1 + rank, worker_resources).remote() for rank in ranks]
@@ -72,10 +69,10 @@ class RayHost:
         addresses = ray.get([worker.node_address.remote() for worker in self._workers])
         one_node = set(addresses) == {here}
         self._driver = self._actor(DriverActor, group, 0, {"num_cpus": 0}).remote(
-            plan.config.model_dump_json(), plan.max_model_len, str(self._ipc_dir), None if one_node else here
+            plan.config.model_dump_json(), plan.max_model_len, str(self._ipc_dir.path), None if one_node else here
         )
         self._endpoints: Endpoints = ray.get(self._driver.endpoints.remote())
-        rendezvous = f"file://{self._ipc_dir / 'rendezvous'}"
+        rendezvous = self._ipc_dir.rendezvous
         if not one_node:
             rendezvous = ray.get(self._workers[0].free_rendezvous.remote(addresses[0]))
         self._runs = {self._driver.run.remote(): "the driver"}
@@ -102,7 +99,7 @@ class RayHost:
         ray.wait(list(self._runs), num_returns=len(self._runs), timeout=_STOP_TIMEOUT_S if graceful else 0)
         for actor in (self._driver, *self._workers):
             ray.kill(actor)
-        shutil.rmtree(self._ipc_dir, ignore_errors=True)
+        self._ipc_dir.remove()
 
     @staticmethod
     def _actor(kind: type, group: PlacementGroup, bundle: int, resources: dict[str, int]) -> Any:

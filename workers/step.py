@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if not (low < value if open_low else low <= value) or not value <= high:  # written so that NaN fails
-        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value}")
+        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], got {value}")
 
 
 # ------------------------------------------------------------------------------------------- driver -> workers

@@ -107,3 +107,33 @@ def test_a_killed_worker_fails_requests_at_once(tiny_model: Path) -> None:
             future.result(timeout=30)
         with pytest.raises(EngineDeadError):
             two.generate(["And"], GREEDY)
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind(llm: LLM) -> None:
+    async def twice() -> None:
+        for _ in range(2):
+            with pytest.raises(UnicodeEncodeError):
+                await anext(llm.engine.generate([5], GREEDY, request_id="same", cache_salt="\ud800"))
+
+    llm._run(twice()).result(timeout=10)
+
+
+def test_a_suspended_request_can_be_closed_after_the_engine(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="cpu") as other:
+        stream = other.engine.generate([5], changed(max_tokens=100, ignore_eos=True), request_id="a")
+        other._run(anext(stream)).result(timeout=10)
+        other._run(other.engine.stop()).result(timeout=10)
+        with pytest.raises(EngineDeadError, match="was stopped"):
+            other._run(anext(stream)).result(timeout=10)
+        other._run(stream.aclose()).result(timeout=10)
+
+
+def test_a_long_temporary_folder_is_no_obstacle(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with LLM(tiny_model, device="cpu") as other:
+        assert other.generate([[5, 6]], GREEDY)[0].token_ids
+    assert list(long.iterdir()) == []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from configs.base import ConfigError
 from configs.engine import EngineConfig, ParallelConfig, ServeConfig
@@ -332,3 +333,8 @@ def test_settings_that_cannot_work_are_refused_by_their_path(
 def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"engine.model: {tmp_path} has no config.json"):
         ServeConfig.from_args({"engine": {"model": str(tmp_path)}})
+
+
+def test_an_infinite_setting_is_refused_by_its_name(tiny_model: Path) -> None:
+    with pytest.raises(ValidationError, match="step_timeout_s"):
+        EngineConfig(model=tiny_model, step_timeout_s=math.inf)

@@ -74,7 +74,7 @@ def test_what_is_no_number_is_refused(name: str, value: float) -> None:
 
 @pytest.mark.parametrize("bias", [-100.5, 101, math.nan])
 def test_a_bias_out_of_range_is_refused_by_its_token(bias: float) -> None:
-    with pytest.raises(ValueError, match=r"^logit_bias\[7\] must be in \[-100, 100\]"):
+    with pytest.raises(ValueError, match=r"^logit_bias\[7\] must be in \[-100.0, 100.0\]"):
         SamplingParams(logit_bias={3: 1.0, 7: bias})
 
 
