@@ -82,6 +82,8 @@ class DeploymentConfig(Settings):
     health_check_period_s: float = Field(default=1.0, gt=0)
     health_check_timeout_s: float = Field(default=10.0, gt=0)
     graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0, description="longest stream that may finish")
+    cpus_per_replica: float = Field(default=1.0, gt=0, description="Ray's CPUs for the front end and its driver")
+    cpus_per_worker: float = Field(default=1.0, gt=0, description="Ray's CPUs for each rank, beside its GPU if any")
     placement_group_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
 
 

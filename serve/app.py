@@ -21,7 +21,7 @@ def build(args: dict[str, Any]) -> Application:
     EnginePlan.make(config.engine)
     device = ray_device(config.engine)
     options = config.deployment
-    preflight(config.engine, device, options.num_replicas)
+    preflight(config, device)
     deployment = ray_serve.deployment(
         name="LLMServer",
         num_replicas=options.num_replicas,
@@ -30,8 +30,8 @@ def build(args: dict[str, Any]) -> Application:
         health_check_period_s=options.health_check_period_s,
         health_check_timeout_s=options.health_check_timeout_s,
         graceful_shutdown_timeout_s=options.graceful_shutdown_timeout_s,
-        ray_actor_options={"num_cpus": 1},
-        placement_group_bundles=placement_bundles(config.engine, device),
+        ray_actor_options={"num_cpus": options.cpus_per_replica},
+        placement_group_bundles=placement_bundles(config, device),
         placement_group_strategy=options.placement_group_strategy,
         max_constructor_retry_count=1,
     )(LLMServer)

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.base import ConfigError
-from configs.engine import EngineConfig
+from configs.engine import EngineConfig, ServeConfig
 from serve.driver.channels import Endpoints
 from serve.driver.driver import Driver
 from serve.hosting import EnginePlan, IpcFolder
@@ -30,10 +30,10 @@ def ray_device(config: EngineConfig) -> str:
     return config.device
 
 
-def placement_bundles(config: EngineConfig, device: str) -> list[dict[str, float]]:
+def placement_bundles(config: ServeConfig, device: str) -> list[dict[str, float]]:
     """Bundle 0 is the replica's (and driver's); the others are the ranks'."""
-    worker = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
-    return [{"CPU": 1.0}, *([worker] * config.parallel.tp_size)]
+    worker = {"CPU": config.deployment.cpus_per_worker} | ({"GPU": 1.0} if device == "cuda" else {})
+    return [{"CPU": config.deployment.cpus_per_replica}, *([worker] * config.engine.parallel.tp_size)]
 
 
 class DriverActor:
@@ -63,12 +63,11 @@ class RayHost:
         self._stopping = False
         self._ipc_dir = IpcFolder()
         ranks = range(plan.config.parallel.tp_size)
-        worker_resources = {"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0}
-        self._workers = [self._actor(Worker, group, 1 + rank, worker_resources).remote() for rank in ranks]
+        self._workers = [self._actor(Worker, group, 1 + rank, group.bundle_specs[1 + rank]).remote() for rank in ranks]
         here = ray.util.get_node_ip_address()
         addresses = ray.get([worker.node_address.remote() for worker in self._workers])
         one_node = set(addresses) == {here}
-        self._driver = self._actor(DriverActor, group, 0, {"num_cpus": 0}).remote(
+        self._driver = self._actor(DriverActor, group, 0, {}).remote(
             plan.config.model_dump_json(), plan.max_model_len, str(self._ipc_dir.path), None if one_node else here
         )
         self._endpoints: Endpoints = ray.get(self._driver.endpoints.remote())
@@ -102,9 +101,14 @@ class RayHost:
         self._ipc_dir.remove()
 
     @staticmethod
-    def _actor(kind: type, group: PlacementGroup, bundle: int, resources: dict[str, int]) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        return ray.remote(kind).options(scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, **resources)
+    def _actor(kind: type, group: PlacementGroup, bundle: int, resources: dict[str, float]) -> Any:
+        return ray.remote(kind).options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            num_cpus=resources.get("CPU", 0),
+            num_gpus=resources.get("GPU", 0),
+            max_restarts=0,
+            max_task_retries=0,
+        )
 
     def _watch(self) -> None:
         done, _ = ray.wait(list(self._runs), num_returns=1)
@@ -119,16 +123,17 @@ class RayHost:
             self._on_death(f"{self._runs[done[0]]} {cause}")
 
 
-def preflight(config: EngineConfig, device: str, num_replicas: int) -> None:
+def preflight(config: ServeConfig, device: str) -> None:
     """Raises ConfigError when the cluster, as it is now, can never place the engines."""
     total = ray.cluster_resources()
     wanted: dict[str, float] = {}
-    for bundle in placement_bundles(config, device) * num_replicas:
+    for bundle in placement_bundles(config, device) * config.deployment.num_replicas:
         for resource, amount in bundle.items():
             wanted[resource] = wanted.get(resource, 0) + amount
     short = [f"{need:g} {name} of {total.get(name, 0):g}" for name, need in wanted.items() if total.get(name, 0) < need]
     if short:
         raise ConfigError(
-            f"{num_replicas} replicas of tp_size {config.parallel.tp_size} on {device} need {', '.join(short)} in the "
-            "cluster: start Ray with more (ray start --num-cpus N --num-gpus M), or lower tp_size or num_replicas"
+            f"num_replicas {config.deployment.num_replicas} with tp_size {config.engine.parallel.tp_size} on {device} "
+            f"needs {', '.join(short)} in the cluster: start Ray with more (ray start --num-cpus N --num-gpus M), or "
+            "lower tp_size, num_replicas, cpus_per_worker or cpus_per_replica"
         )
