@@ -8,6 +8,8 @@ from serve.llm import LLM, Completion
 from tests.engine.conftest import PROMPTS
 from workers.step import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PAGE_BYTES = 4 * 64 * 576 * 4  # layers x positions x numbers x float32 of the shipped model
 GREEDY = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, top_p=0.9, seed=7, max_tokens=60, ignore_eos=True)

@@ -9,6 +9,8 @@ from serve.llm import LLM
 from tests.engine.conftest import PROMPTS
 from workers.step import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 40
 
 
