@@ -71,11 +71,7 @@ class HfConfig(_FromFile):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", validation_alias=AliasChoices("dtype", "torch_dtype")
     )
-    bos_token_id: int | None = None
     eos_token_id: TokenIds = ()
-    num_mtp_modules: int = Field(
-        default=0, ge=0, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
-    )
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: HfRope | None = None
     rope_parameters: HfRope | None = None
@@ -145,7 +141,6 @@ def _generation_eos(folder: Path) -> tuple[int, ...]:
 def _model_config(hf: HfConfig, generation_eos: tuple[int, ...]) -> ModelConfig:
     layers = _layer_specs(hf)
     return ModelConfig(
-        model_type=hf.model_type,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
@@ -164,11 +159,9 @@ def _model_config(hf: HfConfig, generation_eos: tuple[int, ...]) -> ModelConfig:
         tie_word_embeddings=hf.tie_word_embeddings,
         max_position_embeddings=hf.max_position_embeddings,
         dense_context=_need(hf, "index_topk") if hf.model_type in _DSA_TYPES else None,
-        num_mtp_modules=hf.num_mtp_modules,
         dtype=hf.dtype,
         # Some releases name ids past the embedding's rows; no token of the model can be one.
         eos_token_ids=tuple(i for i in dict.fromkeys((*generation_eos, *hf.eos_token_id)) if i < hf.vocab_size),
-        bos_token_id=hf.bos_token_id,
     )
 
 

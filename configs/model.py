@@ -118,7 +118,6 @@ class LayerSpec(Settings):
 class ModelConfig(Settings):
     """Architecture of a checkpoint, complete and checked."""
 
-    model_type: str
     vocab_size: int = Field(ge=1)
     hidden_size: int = Field(ge=1)
     intermediate_size: int = Field(ge=1)
@@ -129,10 +128,8 @@ class ModelConfig(Settings):
     tie_word_embeddings: bool = False
     max_position_embeddings: int = Field(ge=1)
     dense_context: int | None = Field(default=None, description="context within which sparse attention equals dense")
-    num_mtp_modules: int = Field(default=0, ge=0)
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
 
     @property
     def max_context(self) -> int:

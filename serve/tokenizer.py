@@ -55,7 +55,6 @@ class Tokenizer:
             config
         )
         self.bos_token_id = self._id_of("bos_token")
-        self.eos_token_ids = self._find_eos(folder)
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self.byte_level = isinstance(self._fast.decoder, decoders.ByteLevel)
         self._special_ids = frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
@@ -103,14 +102,6 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self._fast.token_to_id(token)
 
-    def _find_eos(self, folder: Path) -> tuple[int, ...]:
-        """The tokenizer's eos and generation_config.json's; config.json's only where neither names one."""
-        named = self._id_of("eos_token")
-        found = [] if named is None else [named]
-        found += _as_ids(read_optional_json(folder / "generation_config.json").get("eos_token_id"))
-        found = found or _as_ids(read_optional_json(folder / "config.json").get("eos_token_id"))
-        return tuple(dict.fromkeys(found))
-
     def _bos_by_flag(self, config: dict[str, Any]) -> list[int]:
         llama = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
         if self.bos_token_id is None or not llama or config.get("add_bos_token") is not True:
@@ -132,7 +123,3 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             tokens[name] = text
     return tokens
-
-
-def _as_ids(value: Any) -> list[int]:
-    return [] if value is None else list(value) if isinstance(value, list) else [int(value)]

@@ -47,7 +47,7 @@ def test_same_as_transformers(tiny_model, tokenizer, text):
 
 
 def test_special_ids(tokenizer):
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1,))
+    assert tokenizer.bos_token_id == 0
     assert tokenizer.special_tokens["eos_token"] == "<｜end▁of▁sentence｜>"
     assert tokenizer.vocab_size == 4096
     assert tokenizer.is_special(0) and not tokenizer.is_special(84)
@@ -94,15 +94,9 @@ def test_bos_by_post_processor_comes_once(folder):
         assert tokenizer.encode("hi", add_special_tokens=True) == theirs.encode("hi")
 
 
-def test_eos_of_every_file(folder):
-    edit(folder / "generation_config.json", eos_token_id=[4, 1, 5])
-    assert Tokenizer(folder).eos_token_ids == (1, 4, 5)
-    edit(folder / "tokenizer_config.json", eos_token={"content": "<think>"}, bos_token=None)
-    tokenizer = Tokenizer(folder)
-    assert (tokenizer.eos_token_ids, tokenizer.bos_token_id) == ((5, 4, 1), None)
-    edit(folder / "tokenizer_config.json", eos_token=None)
-    (folder / "generation_config.json").unlink()
-    assert Tokenizer(folder).eos_token_ids == (1,)  # config.json's
+def test_a_tokenizer_without_bos(folder):
+    edit(folder / "tokenizer_config.json", bos_token=None)
+    assert Tokenizer(folder).bos_token_id is None
 
 
 def test_stored_truncation_and_padding_are_off(folder):
