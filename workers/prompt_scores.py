@@ -21,10 +21,13 @@ class PromptScorer:
 
     def admit(self, admission: Admission) -> None:
         """Notes whether the slot's new sequence wants scores."""
-        self._kept.pop(admission.slot, None)
-        self._asked.pop(admission.slot, None)
         if admission.params.prompt_logits or admission.params.prompt_logprobs is not None:
             self._asked[admission.slot] = admission
+
+    def release(self, slot: int) -> None:
+        """Forgets the sequence that left the slot."""
+        self._kept.pop(slot, None)
+        self._asked.pop(slot, None)
 
     def score(
         self,

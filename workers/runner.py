@@ -74,6 +74,8 @@ class ModelRunner:
 
     def _admit(self, plan: StepPlan) -> None:
         self.tables.apply(plan)
+        for slot in plan.freed:
+            self.scorer.release(slot)
         for admission in plan.admitted:
             self.scorer.admit(admission)
             if self.tp.rank == 0:

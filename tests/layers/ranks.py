@@ -84,7 +84,8 @@ class Rank:
 
     def _run(self, admitted: list[Admission], decode: list[int], chunks: list[PrefillChunk]) -> Any:
         self.step += 1
-        return self.runner.execute(StepPlan(self.step, [], admitted, [], decode, chunks))
+        freed = [admission.slot for admission in admitted]  # the slot's last sequence leaves as the next one comes
+        return self.runner.execute(StepPlan(self.step, freed, admitted, [], decode, chunks))
 
 
 class TwoRanks:
