@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from configs.base import ConfigError, Settings, explain
 
 PAGE_SIZE = 64  # positions a page; kernels and the index-key layout rely on it
+MAX_DRAFT_TOKENS = 15
 
 
 class ParallelConfig(Settings):
@@ -49,7 +50,29 @@ class EngineConfig(Settings):
     max_inflight_steps: Literal[1, 2] = Field(default=2, description="2 = plan step N+1 while step N runs")
     attention_backend: Literal["auto", "torch"] = "auto"
     moe_backend: Literal["auto", "torch"] = "auto"
-    num_draft_tokens: int = Field(default=0, ge=0, description="tokens drafted a step by the MTP module")
+    topk_backend: Literal["auto", "torch", "flashinfer", "flashinfer_unfused"] = Field(
+        default="auto", description="sparse attention: who selects positions from the indexer's scores"
+    )
+    topk_tie_break: Literal["small", "large"] = Field(
+        default="small", description="which of equally scored positions are kept: the first or the last"
+    )
+    topk_exchange: Literal["replicated", "leader", "sharded"] = Field(
+        default="replicated",
+        description="sparse attention over several ranks: every rank selects for all rows, rank 0 selects and "
+        "broadcasts, or each rank selects for its share of the rows",
+    )
+    index_cache_dtype: Literal["auto", "fp8"] = Field(
+        default="auto", description="index keys of sparse attention; auto = the compute type, fp8 = e4m3 with a scale"
+    )
+    num_draft_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_DRAFT_TOKENS,
+        description="speculation: tokens that the MTP module drafts a step at most",
+    )
+    draft_policy: Literal["adaptive", "fixed"] = Field(
+        default="adaptive", description="adaptive = draft as many as measured times and acceptance make worth while"
+    )
     seed: int | None = Field(default=None, description="seeds requests that bring no seed, so that a run repeats")
     cpu_threads: int | None = Field(default=None, ge=1, description="threads of a CPU worker; default cores / tp_size")
     step_timeout_s: float = Field(default=120.0, gt=0, description="a step that takes longer fails the engine")
@@ -65,12 +88,14 @@ class EngineConfig(Settings):
             raise ValueError(f"{value} has no config.json: give the folder of a Hugging Face checkpoint")
         return value.resolve()
 
-    @field_validator("num_draft_tokens")
-    @classmethod
-    def _no_drafts_yet(cls, value: int) -> int:
-        if value:
-            raise ValueError("speculative decoding is not available in this version: use 0")
-        return value
+    @model_validator(mode="after")
+    def _a_sequence_fits_a_step(self) -> "EngineConfig":
+        if self.num_draft_tokens >= self.max_num_batched_tokens:
+            raise ValueError(
+                f"num_draft_tokens ({self.num_draft_tokens}) and the token they follow do not fit a step of "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) rows: raise it, or draft fewer"
+            )
+        return self
 
 
 class DeploymentConfig(Settings):

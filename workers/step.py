@@ -100,10 +100,13 @@ class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):
     start: int
     token_ids: list[int]
     sample: bool  # the chunk ends at the last known token: sample the next one from its last row
+    next_ids: list[int] = []  # up to num_draft_tokens known tokens that follow the chunk, for the MTP modules
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
-    """One forward pass. Slots in `decode` run their last sampled token, which the device already has."""
+    """One forward pass. Slots in `decode` run their last sampled token and `verify` drafts after it, all of which the
+    device already has; a slot that holds fewer drafts runs as many rows, but only drafts it has can be accepted.
+    Every slot sampled in this step then drafts `draft` tokens for the next."""
 
     step: int
     freed: list[int]  # slots given back since the last plan; applied before `admitted`
@@ -111,6 +114,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     new_pages: list[tuple[int, list[int]]]  # (slot, pages appended to its block table)
     decode: list[int]
     chunks: list[PrefillChunk]
+    verify: int = 0
+    draft: int = 0
 
 
 class StartCache(msgspec.Struct, frozen=True, array_like=True, tag="start"):
