@@ -12,7 +12,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from configs.base import ConfigError, explain
-from configs.model import LayerSpec, MLAConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
+from configs.model import (
+    IndexerConfig,
+    LayerSpec,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    MTPConfig,
+    RopeConfig,
+    RouterConfig,
+)
 
 _DSA_TYPES = ("deepseek_v32", "glm_moe_dsa")
 SUPPORTED_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", *_DSA_TYPES)
@@ -90,6 +99,17 @@ class HfConfig(_FromFile):
     n_group: Size = 1
     topk_group: Size = 1
     index_topk: Size | None = None
+    index_n_heads: Size | None = None
+    index_head_dim: Size | None = None
+    indexer_rope_interleave: bool | None = None
+    indexer_types: list[Literal["full", "shared"]] | None = None
+    index_topk_pattern: str | None = Field(default=None, pattern="^[FS]*$")
+    index_topk_freq: Size = 1
+    index_skip_topk_offset: int = Field(default=2, ge=0)
+    index_share_for_mtp_iteration: bool = False
+    num_nextn_predict_layers: int = Field(
+        default=0, ge=0, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
+    )
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -158,7 +178,8 @@ def _model_config(hf: HfConfig, generation_eos: tuple[int, ...]) -> ModelConfig:
         rms_norm_eps=hf.rms_norm_eps,
         tie_word_embeddings=hf.tie_word_embeddings,
         max_position_embeddings=hf.max_position_embeddings,
-        dense_context=_need(hf, "index_topk") if hf.model_type in _DSA_TYPES else None,
+        indexer=_indexer(hf) if hf.model_type in _DSA_TYPES else None,
+        mtp=_mtp(hf),
         dtype=hf.dtype,
         # Some releases name ids past the embedding's rows; no token of the model can be one.
         eos_token_ids=tuple(i for i in dict.fromkeys((*generation_eos, *hf.eos_token_id)) if i < hf.vocab_size),
@@ -172,18 +193,67 @@ def _need(hf: HfConfig, name: str) -> Any:
 
 
 def _layer_specs(hf: HfConfig) -> tuple[LayerSpec, ...]:
+    kinds = zip(_attention_kinds(hf), _feed_forward_kinds(hf), strict=True)
+    return tuple(LayerSpec(attention=attention, feed_forward=feed_forward) for attention, feed_forward in kinds)
+
+
+def _feed_forward_kinds(hf: HfConfig) -> list[Literal["dense", "moe"]]:
     count = hf.num_hidden_layers
     if (kinds := hf.mlp_layer_types) is not None:
         if len(kinds) < count:
             raise ConfigError(f"mlp_layer_types has {len(kinds)} entries for {count} layers (num_hidden_layers)")
-        return tuple(LayerSpec(feed_forward="dense" if kind == "dense" else "moe") for kind in kinds[:count])
+        return ["dense" if kind == "dense" else "moe" for kind in kinds[:count]]
     default_dense = 1 if hf.model_type == "glm4_moe_lite" else 0
     first_moe = default_dense if hf.first_k_dense_replace is None else hf.first_k_dense_replace
-    return tuple(
-        LayerSpec(
-            feed_forward="moe" if hf.n_routed_experts and i >= first_moe and i % hf.moe_layer_freq == 0 else "dense"
-        )
+    return [
+        "moe" if hf.n_routed_experts and i >= first_moe and i % hf.moe_layer_freq == 0 else "dense"
         for i in range(count)
+    ]
+
+
+def _attention_kinds(hf: HfConfig) -> list[Literal["mla", "dsa_full", "dsa_shared"]]:
+    """Which layers have an indexer: `indexer_types`, else `index_topk_pattern`, else `index_topk_freq` and offset
+    (GLM-5.2; IndexCache, arXiv 2603.12201)."""
+    count = hf.num_hidden_layers
+    if hf.model_type not in _DSA_TYPES:
+        return ["mla"] * count
+    if hf.indexer_types is not None:
+        name, full = "indexer_types", [kind == "full" for kind in hf.indexer_types]
+    elif hf.index_topk_pattern is not None:
+        name, full = "index_topk_pattern", [letter == "F" for letter in hf.index_topk_pattern]
+    else:
+        name, offset = "index_topk_freq", hf.index_skip_topk_offset
+        full = [max(i - offset + 1, 0) % hf.index_topk_freq == 0 for i in range(count)]
+    if len(full) < count:
+        raise ConfigError(f"{name} has {len(full)} entries for {count} layers (num_hidden_layers)")
+    return ["dsa_full" if own else "dsa_shared" for own in full[:count]]
+
+
+def _indexer(hf: HfConfig) -> IndexerConfig:
+    head_dim = _need(hf, "index_head_dim")
+    if head_dim < hf.qk_rope_head_dim:
+        raise ConfigError(f"index_head_dim ({head_dim}) is smaller than qk_rope_head_dim ({hf.qk_rope_head_dim})")
+    if hf.q_lora_rank is None:
+        raise ConfigError("q_lora_rank: is missing, and the indexer's queries are made from that latent")
+    interleaved = hf.indexer_rope_interleave
+    return IndexerConfig(
+        num_heads=_need(hf, "index_n_heads"),
+        head_dim=head_dim,
+        top_k=_need(hf, "index_topk"),
+        # V3.2 rotates half-split although its attention rotates interleaved; GLM interleaves both.
+        rope_interleaved=hf.model_type == "glm_moe_dsa" if interleaved is None else interleaved,
+    )
+
+
+def _mtp(hf: HfConfig) -> MTPConfig | None:
+    if not hf.num_nextn_predict_layers or hf.model_type == "deepseek_v2":
+        return None
+    layer = LayerSpec(
+        attention="dsa_full" if hf.model_type in _DSA_TYPES else "mla",
+        feed_forward="moe" if hf.n_routed_experts else "dense",
+    )
+    return MTPConfig(
+        num_modules=hf.num_nextn_predict_layers, layer=layer, share_selection=hf.index_share_for_mtp_iteration
     )
 
 

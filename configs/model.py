@@ -76,6 +76,15 @@ class MLAConfig(Settings):
         return self.qk_head_dim**-0.5 * self.rope.softmax_scale
 
 
+class IndexerConfig(Settings):
+    """What selects the positions that sparse attention reads (DSA: DeepSeek-V3.2-Exp, section 2.1)."""
+
+    num_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    top_k: int = Field(ge=1)
+    rope_interleaved: bool = False
+
+
 class RouterConfig(Settings):
     """How a token picks its experts."""
 
@@ -109,10 +118,27 @@ class MoEConfig(Settings):
 
 
 class LayerSpec(Settings):
-    """What one decoder layer is made of."""
+    """What one decoder layer is made of. A `dsa_full` layer selects positions with its own indexer, a `dsa_shared`
+    one attends to those that the last full layer before it selected."""
 
-    attention: Literal["mla"] = "mla"
+    attention: Literal["mla", "dsa_full", "dsa_shared"] = "mla"
     feed_forward: Literal["dense", "moe"]
+
+
+class MTPConfig(Settings):
+    """Multi-token prediction modules (DeepSeek-V3, arXiv 2412.19437, section 2.2) that a checkpoint brings."""
+
+    num_modules: int = Field(ge=1)
+    layer: LayerSpec
+    share_selection: bool = Field(default=False, description="draft steps after the first reuse its top-k selection")
+
+    def check_drafts(self, num_draft_tokens: int) -> None:
+        """Raises ConfigError when the modules cannot draft that many tokens. One module is used again and again."""
+        if 1 < self.num_modules < num_draft_tokens:
+            raise ConfigError(
+                f"num_draft_tokens ({num_draft_tokens}) exceeds the checkpoint's {self.num_modules} MTP modules, "
+                f"each of which drafts one token: use at most {self.num_modules}"
+            )
 
 
 class ModelConfig(Settings):
@@ -127,14 +153,30 @@ class ModelConfig(Settings):
     rms_norm_eps: float = Field(gt=0)
     tie_word_embeddings: bool = False
     max_position_embeddings: int = Field(ge=1)
-    dense_context: int | None = Field(default=None, description="context within which sparse attention equals dense")
+    indexer: IndexerConfig | None = None
+    mtp: MTPConfig | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
 
-    @property
-    def max_context(self) -> int:
-        """Longest context that this version serves exactly."""
-        return min(self.max_position_embeddings, self.dense_context or self.max_position_embeddings)
+    @model_validator(mode="after")
+    def _selection_has_a_source(self) -> "ModelConfig":
+        kinds = [layer.attention for layer in self.layers]
+        if any(kind != "mla" for kind in kinds) and self.indexer is None:
+            raise ValueError("sparse attention layers need an indexer")
+        if kinds[0] == "dsa_shared":
+            raise ValueError("layer 0 shares the selection of an earlier layer, and there is none")
+        return self
+
+    def check_drafts(self, num_draft_tokens: int) -> None:
+        """Raises ConfigError when the checkpoint cannot draft that many tokens a step."""
+        if not num_draft_tokens:
+            return
+        if self.mtp is None:
+            raise ConfigError(
+                f"num_draft_tokens is {num_draft_tokens}, but config.json names no MTP module "
+                "(num_nextn_predict_layers): use 0"
+            )
+        self.mtp.check_drafts(num_draft_tokens)
 
     def check_parallel(self, tp_size: int, ep_size: int) -> None:
         """Raises ConfigError unless every sharded dimension divides."""

@@ -66,6 +66,14 @@ class TensorParallel:
         dist.all_gather(list(parts), x.contiguous(), group=self.group)
         return parts.permute(1, 0, 2).reshape(x.shape[0], -1)
 
+    def all_gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Stacks ranks' [rows, ...], equally many on each -> [size * rows, ...]."""
+        if self.size == 1:
+            return x
+        parts = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(parts), x.contiguous(), group=self.group)
+        return parts.flatten(0, 1)
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, in place, on every rank."""
         if self.size > 1:

@@ -38,12 +38,13 @@ class EnginePlan:
         """Raises ConfigError for what cannot work: unknown architecture, indivisible dimensions, too long a context."""
         model = load_model_config(config.model)
         model.check_parallel(config.parallel.tp_size, config.parallel.ep_size)
-        longest = model.max_context
+        model.check_drafts(config.num_draft_tokens)
+        longest = model.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > longest:
-            why = f"max_position_embeddings of {config.model.name}"
-            if model.dense_context == longest:
-                why = "index_topk of the model; this version has no sparse attention, and past it dense differs"
-            raise ConfigError(f"max_model_len ({config.max_model_len}) exceeds {longest}, {why}: use at most {longest}")
+            raise ConfigError(
+                f"max_model_len ({config.max_model_len}) exceeds {longest}, max_position_embeddings of "
+                f"{config.model.name}: use at most {longest}"
+            )
         return cls(config, model, config.max_model_len or longest)
 
 

@@ -12,11 +12,13 @@ from safetensors import SafetensorError, safe_open
 from configs.base import ConfigError
 from configs.hf import read_json
 from layers.models.decoder import Decoder
+from layers.parallel import Shard
 from layers.weights import Weight
 
 # Mapped file pages count as resident memory; a file is mapped anew after this many bytes so that loading a shard
 # needs no more host memory than the shard itself and about one GiB.
 _REMAP_BYTES = 1 << 30
+_COMPARED_ROWS = 1024
 _SHOWN = 5
 _INDEX = "model.safetensors.index.json"
 _SCALES = (".weight_scale_inv", ".weight_scale", ".weight_scale_2", ".input_scale", ".scale")
@@ -145,3 +147,18 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def differs(folder: Path, first: str, second: str, shard: Shard) -> bool:
+    """Whether the checkpoint holds `first`, and its rows of the shard are not those of `second` (plain matrices)."""
+    files = _tensor_files(folder)
+    if first not in files or second not in files:
+        return first in files
+    with _open(files[first]) as a, _open(files[second]) as b:
+        one, other = a.get_slice(first), b.get_slice(second)
+        end = shard.start + shard.length
+        for lo in range(shard.start, end, _COMPARED_ROWS):
+            hi = min(lo + _COMPARED_ROWS, end)
+            if not torch.equal(one[lo:hi], other[lo:hi]):
+                return True
+    return False

@@ -38,7 +38,7 @@ class PromptScorer:
     ) -> list[PromptScores]:
         """hidden [rows, hidden] of the step; `head` gives logits and is called alike on every rank."""
         results = []
-        for chunk, lo, hi in zip(plan.chunks, batch.chunk_offsets, batch.chunk_offsets[1:], strict=False):
+        for chunk, (lo, hi) in zip(plan.chunks, batch.chunk_spans, strict=True):
             admission = self._asked.get(chunk.slot)
             prompt_rows = min(hi - lo, admission.num_prompt - chunk.start) if admission is not None else 0
             if admission is None or prompt_rows <= 0:

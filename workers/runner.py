@@ -5,19 +5,23 @@ from collections.abc import Callable
 
 import torch
 
-from configs.engine import EngineConfig
+from configs.engine import PAGE_SIZE, EngineConfig
 from configs.model import ModelConfig
 from layers.attention.backend import AttentionBatch, PrefillRows, make_attention_backend
-from layers.context import LayerContext
-from layers.models.decoder import Decoder
+from layers.attention.index_cache import make_index_key_format
+from layers.attention.mla import LayerCache
+from layers.attention.topk import make_topk_backend
+from layers.context import LayerContext, SparseContext
+from layers.models.decoder import Decoder, mtp_copies
 from layers.moe.backend import make_moe_backend
 from layers.parallel import TensorParallel
-from workers import cache
-from workers.loader import load_weights
+from workers.cache import CacheLayout, pages_that_fit
+from workers.drafter import Drafter
+from workers.loader import differs, load_weights
 from workers.prompt_scores import PromptScorer
-from workers.sampler import Sampler
+from workers.sampler import Sampler, Verdict
 from workers.step import StepOutput, StepPlan, TokenLogprobs
-from workers.tables import SlotTables, StepBatch
+from workers.tables import SlotTables, StepBatch, overshoot
 
 
 class ModelRunner:
@@ -44,20 +48,41 @@ class ModelRunner:
             device,
             make_attention_backend(config.attention_backend),
             make_moe_backend(config.moe_backend),
+            self._sparse_context(),
         )
         self.backends = f"attention {context.attention.name}, experts {context.moe.name}"
-        self.model = Decoder(context, model_config, max_model_len)
+        if context.sparse is not None:
+            self.backends += f", top-k {context.sparse.topk.name} ({context.sparse.exchange})"
+        num_mtp = min(config.num_draft_tokens, model_config.mtp.num_modules) if model_config.mtp else 0
+        positions = max_model_len + overshoot(config.num_draft_tokens)
+        self.model = Decoder(context, model_config, positions, num_mtp, self._own_tensors(num_mtp))
         load_weights(self.model, config.model, progress)
-        self.page_bytes = cache.page_bytes(model_config, self.dtype)
-        self.num_pages = cache.pages_that_fit(config, self._free_memory(), self.page_bytes, max_model_len)
-        self.caches: list[torch.Tensor] = []
-        self.tables = SlotTables(config.max_num_seqs, max_model_len, device)
-        self.sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
+        keys = context.sparse.keys if context.sparse is not None else None
+        self.layout = CacheLayout.of(model_config, num_mtp, self.dtype, keys)
+        self.num_pages = pages_that_fit(config, self._free_memory(), self.layout.page_bytes, max_model_len)
+        self.caches: list[LayerCache] = []
+        self.sampler = Sampler(
+            config.max_num_seqs,
+            model_config.vocab_size,
+            device,
+            max_drafts=config.num_draft_tokens,
+            repeatable=config.seed is not None,
+        )
         self.scorer = PromptScorer(model_config.vocab_size)
 
     def start_cache(self, num_pages: int) -> None:
-        """Allocates the pages that all ranks agreed on."""
-        self.caches = cache.allocate(self.model_config, num_pages, self.dtype, self.device)
+        """Allocates the pages that all ranks agreed on, and what is kept by slot."""
+        config, model = self.config, self.model_config
+        self.caches = self.layout.allocate(num_pages, self.device)
+        self.tables = SlotTables(
+            config.max_num_seqs,
+            self.max_model_len,
+            config.num_draft_tokens,
+            scratch_page=num_pages,
+            dense_context=model.indexer.top_k if model.indexer is not None else None,
+            device=self.device,
+        )
+        self.drafter = Drafter(self.model, self.tables, self.sampler, self.tp) if self.model.mtp else None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -66,11 +91,15 @@ class ModelRunner:
         self._admit(plan)
         batch = self.tables.batch(plan)
         hidden = self.model(batch.token_ids, batch.positions, self.caches, batch.attention)
-        tokens, logprobs = self._sample(hidden, batch)
+        verdict, logprobs = self._verify(hidden, batch)
         scores = self.scorer.score(plan, batch, hidden, self.model.logits)
-        self.tables.advance(plan, batch, tokens)
-        values = tokens.tolist()
-        return StepOutput(plan.step, [[t] for t in values], logprobs, scores, time.perf_counter() - begin)
+        self.tables.advance(plan, batch, *verdict)
+        if self.drafter is not None:
+            self.drafter.run(plan, batch, hidden, verdict, self.caches[len(self.model_config.layers) :])
+        counts = verdict.counts.tolist()
+        self.tables.settle(plan, counts)
+        tokens = [row[:count] for row, count in zip(verdict.tokens.tolist(), counts, strict=True)]
+        return StepOutput(plan.step, tokens, logprobs, scores, time.perf_counter() - begin)
 
     def _admit(self, plan: StepPlan) -> None:
         self.tables.apply(plan)
@@ -81,17 +110,44 @@ class ModelRunner:
             if self.tp.rank == 0:
                 self.sampler.admit(admission)
 
-    def _sample(self, hidden: torch.Tensor, batch: StepBatch) -> tuple[torch.Tensor, list[list[TokenLogprobs]]]:
+    def _verify(self, hidden: torch.Tensor, batch: StepBatch) -> tuple[Verdict, list[list[TokenLogprobs]]]:
         """Rank 0 decides; the others are told."""
-        if not batch.sampled_rows:
-            return torch.empty(0, dtype=torch.int64, device=self.device), []
-        rows = torch.tensor(batch.sampled_rows, device=self.device)
-        logits = self.model.logits(hidden[rows])
+        count, n = batch.sampled_rows.shape
+        decided = torch.zeros(count, n + 1, dtype=torch.int64, device=self.device)
+        if not count:
+            return Verdict(decided[:, :n], decided[:, n]), []
+        logits = self.model.logits(hidden[batch.sampled_rows.flatten()])
+        logprobs: list[list[TokenLogprobs]] = []
         if self.tp.rank == 0:
-            tokens, logprobs = self.sampler.sample(logits, batch.sampled_slots, batch.positions[rows] + 1)
-        else:
-            tokens, logprobs = torch.empty(len(batch.sampled_rows), dtype=torch.int64, device=self.device), []
-        return self.tp.broadcast(tokens), logprobs
+            logits = logits.view(count, n, -1)
+            positions = batch.positions[batch.sampled_rows[:, 0]] + 1
+            verdict = self.sampler.verify(logits, batch.slots, positions, batch.drafts, batch.num_drafts)
+            logprobs = self.sampler.logprobs(logits, batch.slots, verdict)
+            decided = torch.cat((verdict.tokens, verdict.counts[:, None]), dim=1)
+        self.tp.broadcast(decided)
+        return Verdict(decided[:, :n], decided[:, n]), logprobs
+
+    def _sparse_context(self) -> SparseContext | None:
+        if (indexer := self.model_config.indexer) is None:
+            return None
+        config = self.config
+        return SparseContext(
+            make_topk_backend(config.topk_backend, config.topk_tie_break, self.device),
+            config.topk_exchange,
+            make_index_key_format(config.index_cache_dtype, indexer.head_dim, self.dtype),
+        )
+
+    def _own_tensors(self, num_mtp: int) -> frozenset[str]:
+        """Embeddings and heads that the checkpoint holds for MTP modules and that differ from the model's."""
+        rows = self.tp.shard(0, self.model_config.vocab_size)
+        embedding = "model.embed_tokens.weight"
+        head = embedding if self.model_config.tie_word_embeddings else "lm_head.weight"
+        return frozenset(
+            copy
+            for k in range(num_mtp)
+            for copy, original in zip(mtp_copies(self.model_config, k), (embedding, head), strict=True)
+            if differs(self.config.model, copy, original, rows)
+        )
 
     def _free_memory(self) -> int | None:
         """Bytes the cache may take on a GPU: the fraction of the card, less weights and the peak of a widest step."""
@@ -110,11 +166,11 @@ class ModelRunner:
     def _widest_step(self) -> None:
         """A prefill of as many rows as a step may have, into a throw-away cache."""
         rows = min(self.config.max_num_batched_tokens, self.max_model_len)
-        pages = -(-rows // cache.PAGE_SIZE)
-        caches = cache.allocate(self.model_config, pages, self.dtype, self.device)
+        pages = -(-rows // PAGE_SIZE)
+        caches = self.layout.allocate(pages, self.device)
         ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
         slots = torch.arange(rows, device=self.device)
-        batch = AttentionBatch(slots, 0, None, PrefillRows([0, rows], [0, rows], slots))
+        batch = AttentionBatch(slots, (), PrefillRows([0, rows], [0, rows], slots))
         hidden = self.model(ids, slots, caches, batch)
         self.model.logits(hidden[: self.config.max_num_seqs])
 

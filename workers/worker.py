@@ -109,7 +109,7 @@ class _Channel:
 
 def _serve(spec: WorkerSpec, channel: _Channel) -> None:
     runner, seconds = _start(spec, channel)
-    channel.send(Loaded(spec.rank, runner.num_pages, runner.page_bytes, seconds))
+    channel.send(Loaded(spec.rank, runner.num_pages, runner.layout.page_bytes, seconds))
     while not isinstance(message := channel.receive(), Stop):
         if isinstance(message, StepPlan):
             output = runner.execute(message)

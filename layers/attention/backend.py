@@ -1,8 +1,8 @@
 """The attention interface that kernels plug into, what a step tells it about its rows, and the torch reference.
 
-A *row* is a query token of a batch. Rows that decode come first: each attends, in latent space, to the cache entries
-of its own block-table row. The rows of prefill chunks follow, packed; they attend to keys and values expanded from
-the latents of their sequence, the chunk's own included.
+A *row* is a query token of a batch. *Paged* rows attend, in latent space, to the cache entries of their sequence: all
+of them, or those that an indexer selected. The rows of prefill chunks follow, packed; they attend to keys and values
+expanded from the latents of their sequence, the chunk's own included.
 """
 
 from dataclasses import dataclass
@@ -15,23 +15,57 @@ import torch.nn.functional as F
 from configs.base import ConfigError
 from configs.engine import PAGE_SIZE
 
-# Cache entries gathered at a time by the reference decode: bounds its temporary at a few hundred MB.
+# Cache entries gathered at a time by the reference: bounds its temporary at a few hundred MB.
 _GATHER_LIMIT = 1 << 17
 
 
 @dataclass(frozen=True)
-class DecodeRows:
-    """Rows that attend to the paged cache directly."""
+class PagedRows:
+    """Rows that attend to the paged cache directly: `per_sequence` neighbouring rows of each sequence, in order of
+    position. A decode step has one row a sequence, a verification 1 + drafts, a long prefill chunk one sequence."""
 
-    block_table: torch.Tensor  # [rows, pages] int32, pages of each row's sequence; entries past its length are valid
-    lengths: torch.Tensor  # [rows] int32, visible positions, the row's own included
+    block_table: torch.Tensor  # [sequences, pages] int32; entries past a sequence's length are valid page numbers
+    lengths: torch.Tensor  # [rows] int32, visible positions of each row, its own included
+    per_sequence: int
     max_length: int  # bound on lengths, known on the host
+    start: int | None = None  # position of the first row, where the host knows that rows are consecutive from there
+
+    @cached_property
+    def pages(self) -> int:
+        """Pages that any row can see."""
+        return -(-self.max_length // PAGE_SIZE)
+
+    @cached_property
+    def row_to_table(self) -> torch.Tensor | None:
+        """Which block-table row each row uses, [rows] int32; None when row i uses the i-th."""
+        if self.per_sequence == 1:
+            return None
+        sequences = torch.arange(self.block_table.shape[0], dtype=torch.int32, device=self.lengths.device)
+        return sequences.repeat_interleave(self.per_sequence)
 
     @cached_property
     def length_bias(self) -> torch.Tensor:
         """0 on visible positions, -inf past a row's length: [rows, pages * page_size] float32, made once a step."""
-        positions = torch.arange(-(-self.max_length // PAGE_SIZE) * PAGE_SIZE, device=self.lengths.device)
+        positions = torch.arange(self.pages * PAGE_SIZE, device=self.lengths.device)
         return torch.zeros((), device=self.lengths.device).masked_fill(positions >= self.lengths[:, None], -torch.inf)
+
+    def num_within(self, length: int) -> int:
+        """Leading rows known on the host to see no more than `length` positions."""
+        return 0 if self.start is None else min(max(length - self.start, 0), self.lengths.shape[0])
+
+    def share(self, rank: int, size: int) -> tuple[int, "PagedRows"]:
+        """(number of rows in a full share, rank's share): sequences are dealt out whole, the rows of a single one by
+        row. Shares of the last ranks may be smaller, or empty."""
+        sequences, rows = self.block_table.shape[0], self.lengths.shape[0]
+        if sequences == 1:
+            full = -(-rows // size)
+            lo, hi = min(rank * full, rows), min((rank + 1) * full, rows)
+            start = None if self.start is None else self.start + lo
+            return full, PagedRows(self.block_table, self.lengths[lo:hi], hi - lo, self.max_length, start)
+        each = -(-sequences // size)
+        lo, hi = min(rank * each, sequences), min((rank + 1) * each, sequences)
+        n = self.per_sequence
+        return each * n, PagedRows(self.block_table[lo:hi], self.lengths[lo * n : hi * n], n, self.max_length)
 
 
 @dataclass(frozen=True)
@@ -46,24 +80,36 @@ class PrefillRows:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One step's rows: `num_decode` decode rows, then the prefill rows."""
+    """One step's rows: the groups of paged rows in order, then the prefill rows."""
 
-    cache_slots: torch.Tensor  # [rows] int64, where each row's latent is written: page * page_size + offset
-    num_decode: int
-    decode: DecodeRows | None
-    prefill: PrefillRows | None
+    cache_slots: torch.Tensor  # [rows] int64, where each row's entries are written: page * page_size + offset
+    paged: tuple[PagedRows, ...]
+    prefill: PrefillRows | None = None
+
+
+# For each group of paged rows the physical cache slots that each row attends to, [rows, k] int32 ending in -1, or None
+# where rows attend to all that they see.
+Selection = tuple[torch.Tensor | None, ...]
 
 
 class AttentionBackend(Protocol):
-    """Kernels of the attention core. Chosen by name when the engine is built."""
+    """Kernels of the attention core. Chosen by name when the engine is built.
+
+    q [rows, heads, d] meets cache [pages, page_size, d], whose entries' first value_dim channels are the values.
+    """
 
     name: str
 
     def decode(
-        self, q: torch.Tensor, cache: torch.Tensor, rows: DecodeRows, *, scale: float, value_dim: int
+        self, q: torch.Tensor, cache: torch.Tensor, rows: PagedRows, *, scale: float, value_dim: int
     ) -> torch.Tensor:
-        """q [rows, heads, d] against cache [pages, page_size, d]; values are an entry's first value_dim channels.
-        -> [rows, heads, value_dim]."""
+        """Every row over all positions that it sees -> [rows, heads, value_dim]; zeros for a row of length 0."""
+
+    def sparse(
+        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *, scale: float, value_dim: int
+    ) -> torch.Tensor:
+        """Every row over its own slots [rows, k] int32, in any order, -1 = none -> [rows, heads, value_dim]; zeros
+        for a row without any."""
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PrefillRows, *, scale: float
@@ -77,19 +123,36 @@ class TorchAttention:
     name = "torch"
 
     def decode(
-        self, q: torch.Tensor, cache: torch.Tensor, rows: DecodeRows, *, scale: float, value_dim: int
+        self, q: torch.Tensor, cache: torch.Tensor, rows: PagedRows, *, scale: float, value_dim: int
     ) -> torch.Tensor:
-        pages = -(-rows.max_length // PAGE_SIZE)
+        sequences, n, pages = rows.block_table.shape[0], rows.per_sequence, rows.pages
+        heads = q.shape[1]
         at_once = max(1, _GATHER_LIMIT // (pages * PAGE_SIZE))
-        bias = rows.length_bias[:, None]
+        grouped = q.view(sequences, n * heads, -1)
+        bias = rows.length_bias.view(sequences, n, 1, -1)
+        parts = []
+        for lo in range(0, sequences, at_once):
+            page_ids = rows.block_table[lo : lo + at_once, :pages].flatten()
+            entries = cache.index_select(0, page_ids).view(-1, pages * PAGE_SIZE, cache.shape[-1])
+            scores = torch.bmm(grouped[lo : lo + at_once], entries.transpose(1, 2)).float()
+            biased = torch.add(bias[lo : lo + at_once], scores.unflatten(1, (n, heads)), alpha=scale)
+            parts.append(torch.bmm(_probabilities(biased).to(q.dtype).flatten(1, 2), entries[..., :value_dim]))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.view(sequences * n, heads, value_dim)
+
+    def sparse(
+        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *, scale: float, value_dim: int
+    ) -> torch.Tensor:
+        flat = cache.view(-1, cache.shape[-1])
+        k = slots.shape[1]
+        at_once = max(1, _GATHER_LIMIT // k)
         parts = []
         for lo in range(0, q.shape[0], at_once):
-            hi = min(lo + at_once, q.shape[0])
-            page_ids = rows.block_table[lo:hi, :pages].flatten()
-            entries = cache.index_select(0, page_ids).view(hi - lo, pages * PAGE_SIZE, -1)
-            scores = torch.bmm(q[lo:hi], entries.transpose(1, 2)).float()  # [n, heads, positions]
-            probs = torch.add(bias[lo:hi], scores, alpha=scale).softmax(-1).to(q.dtype)
-            parts.append(torch.bmm(probs, entries[..., :value_dim]))
+            chosen = slots[lo : lo + at_once]
+            entries = flat.index_select(0, chosen.clamp(min=0).flatten()).view(-1, k, flat.shape[-1])
+            scores = torch.bmm(q[lo : lo + at_once], entries.transpose(1, 2)).float() * scale
+            probs = _probabilities(scores.masked_fill((chosen < 0)[:, None], -torch.inf))
+            parts.append(torch.bmm(probs.to(q.dtype), entries[..., :value_dim]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def prefill(
@@ -113,6 +176,13 @@ class TorchAttention:
             )
             out[q_span] = attended[0].transpose(0, 1)
         return out
+
+
+def _probabilities(scores: torch.Tensor) -> torch.Tensor:
+    """softmax over the last dimension; zeros where all scores are -inf. Subtracting a finite maximum keeps exp(-inf)
+    at 0 where softmax would give NaN."""
+    weights = (scores - scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)).exp_()
+    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def make_attention_backend(name: str) -> AttentionBackend:

@@ -1,17 +1,20 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the projections around the core.
 
-Each token leaves one vector in the cache: its normed latent and its rotated rope key. Decode rows are *absorbed*
-(the up-projections are folded into queries and outputs, so heads attend to latents); prefill rows are *expanded*.
+Each token leaves one vector in the cache: its normed latent and its rotated rope key. Paged rows are *absorbed* (the
+up-projections are folded into queries and outputs, so heads attend to latents); prefill rows are *expanded*. A layer
+with an indexer, or one that shares another's selection, lets paged rows attend to the selected entries only.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from configs.model import ModelConfig
-from layers.attention.backend import AttentionBatch, PrefillRows
+from layers.attention.backend import AttentionBatch, PrefillRows, Selection
+from layers.attention.indexer import Indexer
 from layers.context import LayerContext
 from layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from layers.norm import RMSNorm
@@ -19,10 +22,17 @@ from layers.rotary import Rotation, rotate
 from layers.weights import Weight
 
 
+class LayerCache(NamedTuple):
+    """What one layer keeps of every token, by page."""
+
+    latents: torch.Tensor  # [pages, page_size, cache_dim]
+    index_keys: torch.Tensor | None = None  # [pages, ...] in the index-key format; layers with an indexer only
+
+
 class MLA(nn.Module):
     """Attention of one layer over this rank's heads."""
 
-    def __init__(self, ctx: LayerContext, config: ModelConfig) -> None:
+    def __init__(self, ctx: LayerContext, config: ModelConfig, kind: str) -> None:
         super().__init__()
         mla = config.attention
         self.config = mla
@@ -39,40 +49,74 @@ class MLA(nn.Module):
         kv_out = mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.kv_proj = ColumnParallelLinear(ctx, mla.kv_lora_rank, {"kv_b_proj": kv_out})
         self.o_proj = RowParallelLinear(ctx, mla.num_heads * mla.v_head_dim, config.hidden_size, "o_proj")
+        self.indexer = Indexer(ctx, config) if kind == "dsa_full" else None
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, cache: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """x [rows, hidden]; cache [pages, page_size, cache_dim] gets the rows' entries -> [rows, hidden]."""
-        q_nope, q_rope, entries = self._project(x, rotation)
-        cache.view(-1, cache.shape[-1]).index_copy_(0, batch.cache_slots, entries)
-        n = batch.num_decode
-        parts = []
-        if batch.decode is not None:
-            latents = self.backend.decode(
-                self._absorb(q_nope[:n], q_rope[:n]),
-                cache,
-                batch.decode,
-                scale=self.config.softmax_scale,
-                value_dim=self.config.kv_lora_rank,
-            )
-            parts.append(self._unabsorb(latents))
-        if batch.prefill is not None:
-            q = torch.cat((q_nope[n:], q_rope[n:]), dim=-1)
-            k, v = self._expand(cache, batch.prefill)
-            parts.append(self.backend.prefill(q, k, v, batch.prefill, scale=self.config.softmax_scale))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.o_proj(out.flatten(1))
-
-    def _project(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """-> queries [rows, heads, nope] and [rows, heads, rope], cache entries [rows, kv_lora + rope], rotated."""
-        mla = self.config
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        selection: Selection | None,
+    ) -> tuple[torch.Tensor, Selection | None]:
+        """x [rows, hidden]; the rows' entries are written to the cache. -> [rows, hidden], and the selection used:
+        the one given, or the layer's own if none is."""
         down = self.down_proj(x)
-        q_latent, latent, k_rope = down.split([self.query_rank, mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
-        q = self.q_proj(self.q_norm(q_latent) if self.query_rank else x).view(-1, self.heads, mla.qk_head_dim)
-        q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+        q_latent, latent, k_rope = down.split([self.query_rank, *self._entry_widths], dim=-1)
+        q_latent = self.q_norm(q_latent) if self.query_rank else x
+        q = self.q_proj(q_latent).view(-1, self.heads, self.config.qk_head_dim)
+        q_nope, q_rope = q.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
         # One rotation for the queries' heads and the single key head.
         turned = rotate(torch.cat((q_rope, k_rope[:, None]), dim=1), rotation)
-        entries = torch.cat((self.kv_norm(latent).to(turned.dtype), turned[:, -1]), dim=-1)
-        return q_nope, turned[:, :-1], entries
+        self._write(cache, batch.cache_slots, latent, turned[:, -1])
+        if selection is None and self.indexer is not None and cache.index_keys is not None:
+            selection = self.indexer(x, q_latent, rotation, cache.index_keys, batch)
+        out = self._attend(q_nope, turned[:, :-1], cache.latents, batch, selection)
+        return self.o_proj(out.flatten(1)), selection
+
+    def store(self, x: torch.Tensor, rotation: Rotation, cache: LayerCache, slots: torch.Tensor) -> None:
+        """Only writes what later rows need of these: x [rows, hidden], cache slots [rows] int64."""
+        entry = F.linear(x.to(self.down_proj.weight.dtype), self.down_proj.weight[self.query_rank :])
+        latent, k_rope = entry.split(self._entry_widths, dim=-1)
+        self._write(cache, slots, latent, rotate(k_rope[:, None], rotation).squeeze(1))
+        if self.indexer is not None and cache.index_keys is not None:
+            self.indexer.store(x, rotation, cache.index_keys, slots)
+
+    @property
+    def _entry_widths(self) -> list[int]:
+        return [self.config.kv_lora_rank, self.config.qk_rope_head_dim]
+
+    def _write(self, cache: LayerCache, slots: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor) -> None:
+        entries = torch.cat((self.kv_norm(latent).to(k_rope.dtype), k_rope), dim=-1)
+        cache.latents.view(-1, self.config.cache_dim).index_copy_(0, slots, entries)
+
+    def _attend(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        cache: torch.Tensor,
+        batch: AttentionBatch,
+        selection: Selection | None,
+    ) -> torch.Tensor:
+        """Queries [rows, heads, nope] and [rows, heads, rope] -> [rows, heads, v]."""
+        scale, value_dim = self.config.softmax_scale, self.config.kv_lora_rank
+        parts = []
+        row = 0
+        for i, rows in enumerate(batch.paged):
+            span = slice(row, row + rows.lengths.shape[0])
+            row = span.stop
+            q = self._absorb(q_nope[span], q_rope[span])
+            slots = selection[i] if selection is not None else None
+            if slots is None:
+                latents = self.backend.decode(q, cache, rows, scale=scale, value_dim=value_dim)
+            else:
+                latents = self.backend.sparse(q, cache, slots, scale=scale, value_dim=value_dim)
+            parts.append(self._unabsorb(latents))
+        if batch.prefill is not None:
+            q = torch.cat((q_nope[row:], q_rope[row:]), dim=-1)
+            k, v = self._expand(cache, batch.prefill)
+            parts.append(self.backend.prefill(q, k, v, batch.prefill, scale=scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
         """kv_b_proj by head: keys [heads, nope, kv_lora] and values [heads, v, kv_lora]."""
@@ -107,3 +151,5 @@ class MLA(nn.Module):
         yield from self.kv_norm.weights(f"{prefix}kv_a_layernorm")
         yield from self.kv_proj.weights(prefix)
         yield from self.o_proj.weights(prefix)
+        if self.indexer is not None:
+            yield from self.indexer.weights(f"{prefix}indexer.")

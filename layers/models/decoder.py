@@ -1,4 +1,4 @@
-"""The decoder: embed -> layers -> norm -> logits, built from a ModelConfig's layer specs."""
+"""The decoder: embed -> layers -> norm -> logits, built from a ModelConfig's layer specs, and its MTP modules."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,53 +6,34 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from configs.model import LayerSpec, ModelConfig
-from layers.attention.backend import AttentionBatch
-from layers.attention.mla import MLA
+from configs.model import ModelConfig
+from layers.attention.backend import AttentionBatch, Selection
+from layers.attention.mla import LayerCache
 from layers.context import LayerContext
 from layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from layers.mlp import MLP
-from layers.moe.moe import MoE
+from layers.models.layer import DecoderLayer
+from layers.models.mtp import MTPModule
 from layers.norm import RMSNorm
-from layers.rotary import RotaryEmbedding, Rotation
+from layers.rotary import RotaryEmbedding
 from layers.weights import Weight
 
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(mlp\.experts\.(?P<expert>\d+)\.(gate|up|down)_proj\.weight$)?")
 
 
-class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)).
+class Decoder(nn.Module):
+    """A causal language model of the family, this rank's part of it, with the first `num_mtp` of its MTP modules.
 
-    The residual stream is float32 whatever the compute type: rounding it after every addition costs more accuracy
-    than all else (it doubles the error of bf16 log-probabilities), and it is small beside the weights.
+    `own_tensors` names MTP modules' embeddings and heads that differ from the model's own.
     """
 
-    def __init__(self, ctx: LayerContext, config: ModelConfig, spec: LayerSpec) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
-        self.self_attn = MLA(ctx, config)
-        self.post_attention_layernorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
-        self.mlp: MLP | MoE
-        if spec.feed_forward == "moe" and config.moe is not None:
-            self.mlp = MoE(ctx, config.moe, config.hidden_size)
-        else:
-            self.mlp = MLP(ctx, config.hidden_size, config.intermediate_size)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation, cache: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, cache, batch)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-    def weights(self, prefix: str) -> Iterator[Weight]:
-        yield from self.input_layernorm.weights(f"{prefix}input_layernorm")
-        yield from self.self_attn.weights(f"{prefix}self_attn.")
-        yield from self.post_attention_layernorm.weights(f"{prefix}post_attention_layernorm")
-        yield from self.mlp.weights(f"{prefix}mlp.")
-
-
-class Decoder(nn.Module):
-    """A causal language model of the family, this rank's part of it."""
-
-    def __init__(self, ctx: LayerContext, config: ModelConfig, max_positions: int) -> None:
+    def __init__(
+        self,
+        ctx: LayerContext,
+        config: ModelConfig,
+        max_positions: int,
+        num_mtp: int = 0,
+        own_tensors: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(ctx, config.vocab_size, config.hidden_size)
@@ -65,16 +46,33 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         tied = self.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = VocabParallelHead(ctx, config.vocab_size, config.hidden_size, tied)
+        self.mtp = tuple(self._mtp_module(ctx, k, own_tensors) for k in range(num_mtp))
+        self.mtp_modules = nn.ModuleList(self.mtp)
+
+    def _mtp_module(self, ctx: LayerContext, k: int, own_tensors: frozenset[str]) -> MTPModule:
+        if self.config.mtp is None:
+            raise ValueError("the model has no MTP modules")
+        embedding, head = mtp_copies(self.config, k)
+        return MTPModule(
+            ctx,
+            self.config,
+            self.config.mtp,
+            self.embed_tokens,
+            self.lm_head,
+            own_embedding=embedding in own_tensors,
+            own_head=head in own_tensors,
+        )
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, caches: Sequence[torch.Tensor], batch: AttentionBatch
+        self, token_ids: torch.Tensor, positions: torch.Tensor, caches: Sequence[LayerCache], batch: AttentionBatch
     ) -> torch.Tensor:
-        """token_ids, positions [rows] int64; caches: one [pages, page_size, cache_dim] a layer, updated in place.
-        -> the final normed hidden state [rows, hidden] float32."""
+        """token_ids, positions [rows] int64; caches: one for each layer, updated in place (those of MTP modules, which
+        may follow, are left alone). -> the final normed hidden state [rows, hidden] float32."""
         rotation = self.rotary(positions)
         x = self.embed_tokens(token_ids).float()
-        for layer, cache in zip(self._blocks, caches, strict=True):
-            x = layer(x, rotation, cache, batch)
+        selection: Selection | None = None
+        for layer, cache in zip(self._blocks, caches, strict=False):
+            x, selection = layer(x, rotation, cache, batch, selection if layer.shares_selection else None)
         return self.norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -88,16 +86,18 @@ class Decoder(nn.Module):
             yield from layer.weights(f"model.layers.{i}.")
         yield from self.norm.weights("model.norm")
         yield from self.lm_head.weights("lm_head")
+        for k, module in enumerate(self.mtp):
+            yield from module.weights(mtp_prefix(self.config, k))
 
     def unused(self, name: str) -> str | None:
         """Why the checkpoint tensor `name` is knowingly left unread, or None if it ought to be used."""
         layer = _LAYER.match(name)
-        if layer and int(layer["layer"]) >= len(self._blocks):
+        if layer and int(layer["layer"]) >= len(self._blocks) + len(self.mtp):
             return "MTP module (speculative decoding)"
         if layer and layer["expert"] and self._is_expert(int(layer["layer"]), int(layer["expert"])):
             return "expert of another rank"
-        if ".self_attn.indexer." in name:
-            return "sparse-attention indexer (contexts within index_topk attend to everything)"
+        if any(name in mtp_copies(self.config, k) for k in range(len(self.mtp))):
+            return "MTP module's copy of the embedding or the head"
         if name.endswith("rotary_emb.inv_freq"):
             return "rotary frequencies (computed)"
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
@@ -105,5 +105,17 @@ class Decoder(nn.Module):
         return None
 
     def _is_expert(self, layer: int, expert: int) -> bool:
-        moe = self.config.moe
-        return self.config.layers[layer].feed_forward == "moe" and moe is not None and expert < moe.router.num_experts
+        moe, mtp = self.config.moe, self.config.mtp
+        specs = [*self.config.layers, *([mtp.layer] * len(self.mtp) if mtp else [])]
+        return specs[layer].feed_forward == "moe" and moe is not None and expert < moe.router.num_experts
+
+
+def mtp_prefix(config: ModelConfig, k: int) -> str:
+    """What the names of MTP module k's tensors begin with."""
+    return f"model.layers.{len(config.layers) + k}."
+
+
+def mtp_copies(config: ModelConfig, k: int) -> tuple[str, str]:
+    """Names of the embedding and the head that a checkpoint may hold for MTP module k."""
+    prefix = mtp_prefix(config, k)
+    return f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight"

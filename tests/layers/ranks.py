@@ -11,7 +11,7 @@ import torch
 
 from configs.engine import EngineConfig, ParallelConfig
 from configs.hf import load_model_config
-from layers.attention.backend import AttentionBatch, DecodeRows
+from layers.attention.backend import AttentionBatch, PagedRows
 from layers.moe.router import Router, Routing
 from layers.parallel import TensorParallel
 from workers.parallel import init_tensor_parallel
@@ -52,8 +52,8 @@ class Rank:
         rows = []
         for position, token in enumerate(ids):
             slot = torch.tensor([self.pages[position // 64] * 64 + position % 64])
-            decode = DecodeRows(table, torch.tensor([position + 1], dtype=torch.int32), position + 1)
-            batch = AttentionBatch(slot, 1, decode, None)
+            seen = PagedRows(table, torch.tensor([position + 1], dtype=torch.int32), 1, position + 1)
+            batch = AttentionBatch(slot, (seen,))
             hidden = self.runner.model(torch.tensor([token]), torch.tensor([position]), self.runner.caches, batch)
             rows.append(self.runner.model.logits(hidden))
         return torch.cat(rows).numpy()

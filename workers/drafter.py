@@ -1,0 +1,109 @@
+"""The speculative part of a step: MTP modules follow the model's rows, and draft what the next step verifies."""
+
+from collections.abc import Sequence
+
+import torch
+
+from layers.attention.mla import LayerCache
+from layers.models.decoder import Decoder
+from layers.parallel import TensorParallel
+from workers.sampler import Sampler, Verdict
+from workers.step import StepPlan
+from workers.tables import SlotTables, StepBatch
+
+
+class Drafter:
+    """Runs the model's MTP modules. One module drafts again and again, each time from its own last hidden state;
+    several draft one token each.
+
+    Every row that the model ran leaves its entry in each module's cache, so that drafting can start at any step. For
+    the last module, whose output is wanted only where a sequence goes on, the other rows are stored without running
+    attention or experts. (With several modules, the entry of a sequence's last row in all but the first is made with
+    a draft, and stays so if that draft is rejected.)
+    """
+
+    def __init__(self, model: Decoder, tables: SlotTables, sampler: Sampler, tp: TensorParallel) -> None:
+        if model.config.mtp is None:
+            raise ValueError("the model has no MTP modules")
+        self.model = model
+        self.tables = tables
+        self.sampler = sampler
+        self.tp = tp
+        self.share_selection = model.config.mtp.share_selection
+
+    def run(
+        self,
+        plan: StepPlan,
+        batch: StepBatch,
+        hidden: torch.Tensor,
+        verdict: Verdict,
+        caches: Sequence[LayerCache],
+    ) -> None:
+        """hidden [rows, hidden] of the batch; `caches`: the modules' own. Sets the drafts of the sampled slots."""
+        ends = batch.sampled_rows.gather(1, verdict.counts[:, None] - 1).squeeze(1)  # rows of the last tokens kept
+        at = batch.positions[ends]
+        rotation = self.model.rotary(batch.positions)
+        next_ids = self._following(plan, batch, verdict, ends)
+        last = len(self.model.mtp) - 1
+        drafts: list[torch.Tensor] = []
+        state, selection = hidden, None
+        for m, (module, cache) in enumerate(zip(self.model.mtp, caches, strict=True)):
+            x = module.join(next_ids, state)
+            if m < last:
+                state, _ = module(x, rotation, cache, batch.attention)
+                final = state[ends]
+            else:
+                module.store(x, rotation, cache, batch.attention.cache_slots)
+                if len(drafts) < plan.draft and batch.slots:
+                    single = self.tables.single_rows(batch.slot_ids, at, batch.max_length)
+                    final, selection = module(x[ends], self.model.rotary(at), cache, single)
+            if len(drafts) < plan.draft and batch.slots:
+                drafts.append(self._choose(module.logits(final), batch, at, len(drafts)))
+            if m < last:
+                next_ids = self._shift(next_ids, plan, batch, m + 1)
+                if len(drafts) == m + 1:
+                    next_ids[ends] = drafts[-1]
+        while batch.slots and len(drafts) < plan.draft:  # a single module goes on from where it is
+            step = len(drafts)
+            module, cache = self.model.mtp[0], caches[0]
+            single = self.tables.single_rows(batch.slot_ids, at + step, batch.max_length + step)
+            x = module.join(drafts[-1], final)
+            given = selection if self.share_selection else None
+            final, _ = module(x, self.model.rotary(at + step), cache, single, given)
+            drafts.append(self._choose(module.logits(final), batch, at, step))
+        if drafts:
+            self.tables.set_drafts(batch.slot_ids, torch.stack(drafts, dim=1))
+
+    def _choose(self, logits: torch.Tensor, batch: StepBatch, at: torch.Tensor, index: int) -> torch.Tensor:
+        """Rank 0 decides; the others are told. The row at position t drafts the token of t + 2 + index."""
+        if self.tp.rank == 0:
+            tokens = self.sampler.draft(logits, batch.slots, at + 2 + index, index)
+        else:
+            tokens = torch.empty_like(at)
+        return self.tp.broadcast(tokens)
+
+    def _following(self, plan: StepPlan, batch: StepBatch, verdict: Verdict, ends: torch.Tensor) -> torch.Tensor:
+        """The token after each row's [rows] int64. Behind a rejected draft it does not matter."""
+        next_ids = batch.token_ids.roll(-1)
+        decoding = len(plan.decode) * batch.per_sequence
+        next_ids[:decoding] = verdict.tokens[: len(plan.decode)].flatten()
+        self._look_ahead(next_ids, plan, batch, 0)
+        next_ids[ends] = verdict.tokens.gather(1, verdict.counts[:, None] - 1).squeeze(1)
+        return next_ids
+
+    def _shift(self, next_ids: torch.Tensor, plan: StepPlan, batch: StepBatch, ahead: int) -> torch.Tensor:
+        """The tokens one further on."""
+        shifted = next_ids.roll(-1)
+        self._look_ahead(shifted, plan, batch, ahead)
+        return shifted
+
+    def _look_ahead(self, ids: torch.Tensor, plan: StepPlan, batch: StepBatch, ahead: int) -> None:
+        """Sets the last rows of chunks to the known tokens that follow them."""
+        known = [
+            (end - 1, chunk.next_ids[ahead])
+            for chunk, (_, end) in zip(plan.chunks, batch.chunk_spans, strict=True)
+            if len(chunk.next_ids) > ahead
+        ]
+        if known:
+            rows, tokens = zip(*known, strict=True)
+            ids[torch.tensor(rows, device=ids.device)] = torch.tensor(tokens, device=ids.device)
