@@ -26,6 +26,22 @@ class RouterChoice:
 
 
 @dataclass(frozen=True)
+class IndexerChoice:
+    """What one layer's indexer selected for every position; S = positions, k = index_topk."""
+
+    positions: torch.Tensor  # [S, k] int32, ascending, -1 = none
+    gaps: torch.Tensor  # [S] fp32, k-th less (k+1)-th score: where it is tiny, another position is no error
+
+
+@dataclass(frozen=True)
+class MTPOutput:
+    """What one MTP module gives, teacher-forced: row t sees hidden state t and token t + 1 + module."""
+
+    logits: torch.Tensor  # [S - 1 - module, V] fp32
+    hidden: torch.Tensor | None  # [S - 1 - module, H] fp32, normed; not given for every prompt
+
+
+@dataclass(frozen=True)
 class PromptReference:
     """One prompt and its greedy continuation in float32; S = both together, V = vocabulary."""
 
@@ -35,6 +51,9 @@ class PromptReference:
     logits: torch.Tensor  # [S, V] fp32, teacher-forced
     logits_bf16: torch.Tensor | None  # [S, V] fp32 values of a bfloat16 run; not given for every prompt
     routers: dict[int, RouterChoice]  # by layer
+    indexers: dict[int, IndexerChoice]  # by layer
+    mtp: list[MTPOutput]  # by module
+    chain: list[int]  # the token after all of `ids`, then drafts made with module 0 alone; empty without modules
 
     @property
     def ids(self) -> list[int]:
@@ -77,12 +96,9 @@ def load_reference(folder: Path) -> Reference:
 
 
 def _prompt_reference(entry: dict, prefix: str, tensors: dict[str, torch.Tensor]) -> PromptReference:
-    router, chosen = f"{prefix}router.", ".idx"
-    layers = sorted(
-        int(name.removeprefix(router).removesuffix(chosen))
-        for name in tensors
-        if name.startswith(router) and name.endswith(chosen)
-    )
+    mtp = []
+    while (logits := tensors.get(f"{prefix}mtp{len(mtp)}.logits")) is not None:
+        mtp.append(MTPOutput(logits, tensors.get(f"{prefix}mtp{len(mtp)}.hidden")))
     return PromptReference(
         prompt=entry["prompt"],
         greedy=entry["greedy_fp32"],
@@ -90,7 +106,22 @@ def _prompt_reference(entry: dict, prefix: str, tensors: dict[str, torch.Tensor]
         logits=tensors[f"{prefix}logits"],
         logits_bf16=tensors.get(f"{prefix}logits_bf16"),
         routers={
-            layer: RouterChoice(experts=tensors[f"{router}{layer}.idx"], weights=tensors[f"{router}{layer}.w"])
-            for layer in layers
+            layer: RouterChoice(tensors[f"{prefix}router.{layer}.idx"], tensors[f"{prefix}router.{layer}.w"])
+            for layer in _layers(tensors, f"{prefix}router.", ".idx")
         },
+        indexers={
+            layer: IndexerChoice(tensors[f"{prefix}topk.{layer}"], tensors[f"{prefix}topk_gap.{layer}"])
+            for layer in _layers(tensors, f"{prefix}topk.", "")
+        },
+        mtp=mtp,
+        chain=tensors[f"{prefix}mtp_chain"].tolist() if mtp else [],
+    )
+
+
+def _layers(tensors: dict[str, torch.Tensor], start: str, end: str) -> list[int]:
+    """The layers that have a tensor of this name."""
+    return sorted(
+        int(name.removeprefix(start).removesuffix(end))
+        for name in tensors
+        if name.startswith(start) and name.endswith(end)
     )

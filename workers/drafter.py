@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from layers.attention.backend import Selection
 from layers.attention.mla import LayerCache
 from layers.models.decoder import Decoder
 from layers.parallel import TensorParallel
@@ -14,7 +15,8 @@ from workers.tables import SlotTables, StepBatch
 
 class Drafter:
     """Runs the model's MTP modules. One module drafts again and again, each time from its own last hidden state;
-    several draft one token each.
+    several draft one token each. Where the checkpoint says so, the first draft's top-k selection serves the later ones,
+    each of which adds its own position (GLM-5.2, `index_share_for_mtp_iteration`).
 
     Every row that the model ran leaves its entry in each module's cache, so that drafting can start at any step. For
     the last module, whose output is wanted only where a sequence goes on, the other rows are stored without running
@@ -68,8 +70,11 @@ class Drafter:
             module, cache = self.model.mtp[0], caches[0]
             single = self.tables.single_rows(batch.slot_ids, at + step, batch.max_length + step)
             x = module.join(drafts[-1], final)
-            given = selection if self.share_selection else None
-            final, _ = module(x, self.model.rotary(at + step), cache, single, given)
+            if self.share_selection and selection is not None:
+                selection = _extended(selection, single.cache_slots)
+                final, _ = module(x, self.model.rotary(at + step), cache, single, selection)
+            else:
+                final, _ = module(x, self.model.rotary(at + step), cache, single)
             drafts.append(self._choose(module.logits(final), batch, at, step))
         if drafts:
             self.tables.set_drafts(batch.slot_ids, torch.stack(drafts, dim=1))
@@ -107,3 +112,8 @@ class Drafter:
         if known:
             rows, tokens = zip(*known, strict=True)
             ids[torch.tensor(rows, device=ids.device)] = torch.tensor(tokens, device=ids.device)
+
+
+def _extended(selection: Selection, slots: torch.Tensor) -> Selection:
+    """A selection of single rows [n, k], and for each one slot [n] more."""
+    return tuple(None if chosen is None else torch.cat((slots[:, None].int(), chosen), dim=1) for chosen in selection)
