@@ -43,6 +43,8 @@ class Completion:
     finish_reason: str  # "stop" | "length"
     logprobs: list[TokenLogprobs]
     num_cached_tokens: int
+    num_drafted: int  # tokens that were drafted for it
+    num_accepted: int  # of them, those that became part of it
 
 
 class LLM:
@@ -159,6 +161,7 @@ class LLM:
     async def _complete(self, index: int, token_ids: list[int], params: SamplingParams) -> Completion:
         choice = Choice(index, self.tokenizer, params) if self.tokenizer is not None else None
         output: list[int] = []
+        num_drafted = num_accepted = 0
         logprobs: list[TokenLogprobs] = []
         text, finish_reason, cached = "", "", 0
         stream = self._engine.generate(token_ids, params, request_id=f"offline-{next(self._ids)}")
@@ -167,6 +170,8 @@ class LLM:
                 if delta.error is not None:
                     raise RuntimeError(delta.error)
                 output += delta.token_ids
+                num_drafted += delta.num_drafted
+                num_accepted += delta.num_accepted
                 logprobs += delta.logprobs
                 cached = cached or delta.num_cached_tokens
                 finish_reason = delta.finish_reason or finish_reason
@@ -178,7 +183,8 @@ class LLM:
                         break
         finally:
             await stream.aclose()
-        return Completion(index, token_ids, output, text, finish_reason, logprobs[: len(output)], cached)
+        scores = logprobs[: len(output)]
+        return Completion(index, token_ids, output, text, finish_reason, scores, cached, num_drafted, num_accepted)
 
     async def _score(self, token_ids: list[int], params: SamplingParams) -> np.ndarray:
         parts: list[PromptScores] = []

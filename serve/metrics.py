@@ -116,6 +116,28 @@ class _StatsCollector(Collector):
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
         yield self._counter("prompt_tokens", "Prompt tokens of admitted sequences.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
+        if stats.max_drafts:
+            yield from self._speculation(stats)
+
+    def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
+        accepted = stats.accepted_per_position
+        yield self._counter("spec_decode_num_drafts", "Verifications of a sequence's drafts.", stats.verifications)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens drafted and verified.", stats.draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", sum(accepted))
+        by_position = CounterMetricFamily(
+            "shoal_spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their place among a step's drafts (0 = the first).",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(accepted):
+            by_position.add_metric([self._model_name, str(position)], count)
+        yield by_position
+        yield self._gauge(
+            "spec_decode_accept_length",
+            "Mean tokens of a recent verification, its bonus included.",
+            stats.accept_length,
+        )
+        yield self._gauge("spec_decode_chosen_draft_tokens", "Drafts of the latest step.", stats.chosen_drafts)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"shoal_{name}", text, labels=["model_name"])

@@ -11,9 +11,23 @@ _STREAM = 0xD1B54A32D192ED03
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:
-    """The number in [0, 1) that belongs to (seed, position, stream), by unbounded integers."""
-    state = _splitmix64(_splitmix64(seed & _MASK) + position * _GOLDEN + stream * _STREAM % 2**62)
-    return (state >> 32) / 2**32
+    """The number in (0, 1) that belongs to (seed, position, stream), by unbounded integers."""
+    return _unit(_splitmix64(_key(seed, position, stream)))
+
+
+def draw(probs: list[float], seed: int, position: int, stream: int = 0) -> int:
+    """The id that wins the exponential race of (seed, position, stream)."""
+    key = _key(seed, position, stream)
+    scores = [p / -math.log(_unit(_splitmix64(key + token * _GOLDEN))) for token, p in enumerate(probs)]
+    return scores.index(max(scores))
+
+
+def _key(seed: int, position: int, stream: int) -> int:
+    return _splitmix64(_splitmix64(seed & _MASK) + position * _GOLDEN + stream * _STREAM % 2**62)
+
+
+def _unit(bits: int) -> float:
+    return ((bits >> 41) + 0.5) / 2**23
 
 
 def _splitmix64(x: int) -> int:
@@ -79,9 +93,4 @@ class Request:
         processed = self.processed(logits)
         if self.params.temperature == 0:
             return processed.index(max(processed))
-        u, total = uniform(self.seed, self.position), 0.0
-        for token, probability in enumerate(probabilities(processed, self.params)):
-            total += probability
-            if total > u:
-                return token
-        raise AssertionError(f"the probabilities sum to {total}, less than {u}")
+        return draw(probabilities(processed, self.params), self.seed, self.position)

@@ -16,7 +16,7 @@ class Engine:
         self.pages = PageManager(num_pages)
         self.max_model_len = settings.setdefault("max_model_len", MAX_MODEL_LEN)
         self.scheduler = Scheduler(self.pages, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_rows, **settings)
-        self.worker = FakeWorker(num_pages, max_num_seqs, max_rows)
+        self.worker = FakeWorker(num_pages, max_num_seqs, max_rows, self.max_model_len)
         self.outputs: list[StepOutput] = []
         self.tokens: dict[str, list[int]] = {}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from configs.model import ModelConfig
+from configs.model import LayerSpec, ModelConfig
 from layers.attention.backend import AttentionBatch, Selection
 from layers.attention.mla import LayerCache
 from layers.context import LayerContext
@@ -98,6 +98,8 @@ class Decoder(nn.Module):
             return "expert of another rank"
         if any(name in mtp_copies(self.config, k) for k in range(len(self.mtp))):
             return "MTP module's copy of the embedding or the head"
+        if layer and ".self_attn.indexer." in name and self._specs[int(layer["layer"])].attention == "dsa_shared":
+            return "indexer of a layer that shares an earlier one's selection"
         if name.endswith("rotary_emb.inv_freq"):
             return "rotary frequencies (computed)"
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
@@ -105,9 +107,14 @@ class Decoder(nn.Module):
         return None
 
     def _is_expert(self, layer: int, expert: int) -> bool:
-        moe, mtp = self.config.moe, self.config.mtp
-        specs = [*self.config.layers, *([mtp.layer] * len(self.mtp) if mtp else [])]
-        return specs[layer].feed_forward == "moe" and moe is not None and expert < moe.router.num_experts
+        moe = self.config.moe
+        return self._specs[layer].feed_forward == "moe" and moe is not None and expert < moe.router.num_experts
+
+    @property
+    def _specs(self) -> list[LayerSpec]:
+        """Of the model's layers, then of the MTP modules in use."""
+        mtp = self.config.mtp
+        return [*self.config.layers, *([mtp.layer] * len(self.mtp) if mtp else [])]
 
 
 def mtp_prefix(config: ModelConfig, k: int) -> str:

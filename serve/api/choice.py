@@ -47,6 +47,8 @@ class Choice:
         self.index = index
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.num_drafted = 0  # tokens drafted for this choice
+        self.num_accepted = 0  # of them, those that became part of it
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
         self._params = params
@@ -75,10 +77,12 @@ class Choice:
                 self.finish_reason = "length"
                 return
             self._echo = None
+        self.num_drafted += delta.num_drafted
         last = len(delta.token_ids) - 1
         for position, token_id in enumerate(delta.token_ids):
             hidden = position == last and delta.stop_token_id is not None
             score = delta.logprobs[position] if delta.logprobs else None
+            self.num_accepted += position < delta.num_accepted
             self._add_token(token_id, score, shown=not hidden or self._params.include_stop_str_in_output)
             if self.finish_reason:
                 return

@@ -44,4 +44,6 @@ class Job:
             sum(len(prompt.token_ids) for prompt in self.prompts),
             sum(choice.num_tokens for choice in self.choices),
             sum(choice.num_cached_tokens for choice in self.choices[:: self.n]),
+            sum(choice.num_drafted for choice in self.choices),
+            sum(choice.num_accepted for choice in self.choices),
         )

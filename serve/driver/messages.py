@@ -66,6 +66,8 @@ class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
     prompt_scores: list[PromptScores] = []
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first admission
     error: str | None = None
+    num_drafted: int = 0  # tokens that were drafted for this step
+    num_accepted: int = 0  # of token_ids, how many had been drafted
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +84,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prefix_hits: int  # of them found
     prompt_tokens: int
     generated_tokens: int
+    max_drafts: int = 0  # 0: speculation is off, and so are the next ones
+    chosen_drafts: int = 0  # what the policy chose last
+    accept_length: float = 0.0  # mean tokens of a recent verification, the one that is no draft included
+    verifications: int = 0  # sequences verified with at least one draft
+    draft_tokens: int = 0
+    accepted_per_position: list[int] = []
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):

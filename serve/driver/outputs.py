@@ -12,9 +12,14 @@ def to_signed64(seed: int) -> int:
 
 
 def accept(
-    seq: Sequence, tokens: list[int], logprobs: list[TokenLogprobs], prompt_scores: list[PromptScores]
+    seq: Sequence,
+    tokens: list[int],
+    logprobs: list[TokenLogprobs],
+    prompt_scores: list[PromptScores],
+    num_drafts: int,
 ) -> RequestDelta:
-    """Commits a step's tokens up to the one that ends the sequence, and says so in the delta.
+    """Commits a step's tokens, the last of which was no draft, up to the one that ends the sequence, and says so in the
+    delta.
 
     A stop id is honoured once `min_tokens` outputs stand before it, which is also as long as workers mask it. The stop
     token is part of the delta; tokens after the end are dropped.
@@ -42,6 +47,8 @@ def accept(
         logprobs=logprobs[:num_kept],
         prompt_scores=prompt_scores,
         num_cached_tokens=num_cached,
+        num_drafted=num_drafts,
+        num_accepted=min(num_kept, max(len(tokens) - 1, 0)),
     )
 
 

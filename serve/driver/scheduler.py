@@ -4,10 +4,11 @@ import hashlib
 import secrets
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from configs.engine import PAGE_SIZE, EngineConfig
 from serve.driver.batch import Batch
+from serve.driver.drafts import DraftPolicy
 from serve.driver.messages import AddRequest, EngineStats, RequestDelta
 from serve.driver.outputs import accept, match_scores, to_signed64
 from serve.driver.pages import PageManager, pages_for, root_digest
@@ -29,6 +30,9 @@ class Counters:
     prefix_hits: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    verifications: int = 0  # of sequences that held drafts
+    draft_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -45,7 +49,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         enable_prefix_caching: bool = True,
-        num_draft_tokens: int = 0,
+        drafts: DraftPolicy | None = None,
         seed: int | None = None,
     ) -> None:
         self._pages = pages
@@ -53,7 +57,7 @@ class Scheduler:
         self._max_rows = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._prefix_caching = enable_prefix_caching
-        self._decode_rows = 1 + num_draft_tokens
+        self._drafts = drafts or DraftPolicy(0, adaptive=False)
         self._seed = seed
         self._sequences: dict[str, Sequence] = {}  # all that are not finished
         self._waiting = WaitingQueue()
@@ -64,7 +68,7 @@ class Scheduler:
         self._failures: list[RequestDelta] = []
         self._num_added = 0
         self._next_step = 0
-        self._counters = Counters()
+        self._counters = Counters(accepted_per_position=[0] * self._drafts.max_drafts)
         self._last_step_seconds = 0.0
         self._last_step_rows = 0
 
@@ -76,7 +80,7 @@ class Scheduler:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
-            num_draft_tokens=config.num_draft_tokens,
+            drafts=DraftPolicy(config.num_draft_tokens, adaptive=config.draft_policy == "adaptive"),
             seed=config.seed,
         )
 
@@ -131,7 +135,7 @@ class Scheduler:
         preempted = self._plan_decodes(batch)
         for seq in self._running.values():
             if batch.budget and not seq.decoding:
-                batch.add_chunk(seq)
+                batch.add_chunk(seq, self._drafts.max_drafts)
         if not preempted:
             while batch.budget and self._admit_next(batch):
                 pass
@@ -146,22 +150,34 @@ class Scheduler:
 
     def _plan_decodes(self, batch: Batch) -> bool:
         """Adds the decoding sequences; returns whether others had to be preempted to give them pages."""
-        rows = self._decode_rows
+        num_decoding = max(1, sum(seq.decoding for seq in self._running.values()))
+        # Never so many that some sequences would have to sit out the next step.
+        draft = min(self._drafts.choose(num_decoding), max(0, self._max_rows // num_decoding - 1))
         preempted = False
-        while True:
-            ready = [seq for seq in self._running.values() if seq.can_decode][: batch.budget // rows]
-            growing = {seq: count for seq in ready if (count := pages_for(seq.num_computed + rows) - len(seq.pages))}
-            if sum(growing.values()) <= self._pages.num_available:
-                break
+        while not self._try_decodes(batch, draft):
             victim = max(self._running.values(), key=lambda seq: seq.order)
             if len(self._running) == 1:
                 self._fail(victim, self._no_room(len(victim.token_ids) + 1))
             else:
                 self._preempt(victim)
                 preempted = True
-        for seq in ready:
-            batch.add_decode(seq, rows, self._pages.allocate(growing[seq]) if seq in growing else [])
         return preempted
+
+    def _try_decodes(self, batch: Batch, draft: int) -> bool:
+        """Adds the decoding sequences if pages allow; drafts are dropped where pages or rows do not allow them."""
+        ready = [seq for seq in self._running.values() if seq.can_decode]
+        held = max((seq.num_drafts for seq in ready), default=0)
+        for verify, make in dict.fromkeys(((held, draft), (0, 0))):
+            rows = 1 + verify
+            fitting = ready[: batch.budget // rows]
+            growing = {seq: count for seq in fitting if (count := seq.pages_for_step(rows, make))}
+            all_fit = len(fitting) == len(ready) or not verify
+            if all_fit and sum(growing.values()) <= self._pages.num_available:
+                batch.verify, batch.draft = verify, make
+                for seq in fitting:
+                    batch.add_decode(seq, self._pages.allocate(growing[seq]) if seq in growing else [])
+                return True
+        return False
 
     def _admit_next(self, batch: Batch) -> bool:
         """Moves the head of the queue to a slot, if there is one, and pages for all its tokens, and a head."""
@@ -186,7 +202,7 @@ class Scheduler:
         self._running[seq.slot] = seq
         self._count_admission(seq)
         batch.admit(seq)
-        batch.add_chunk(seq)
+        batch.add_chunk(seq, self._drafts.max_drafts)
         return True
 
     def _cached_pages(self, seq: Sequence) -> list[int]:
@@ -228,18 +244,23 @@ class Scheduler:
                 f"{len(output.tokens)} token lists and {len(output.logprobs)} logprob lists"
             )
         deltas = []
-        for (seq, reserved), tokens, logprobs in zip(batch.sampled, output.tokens, output.logprobs, strict=True):
-            if not 1 <= len(tokens) <= reserved:
-                raise RuntimeError(f"step {output.step}: {len(tokens)} tokens for a sequence that reserved {reserved}")
+        if not batch.has_chunks and batch.verify == batch.draft:
+            self._drafts.observe(batch.num_decoding, batch.verify, output.seconds)
+        for (seq, reserved, drafts), tokens, logprobs in zip(
+            batch.sampled, output.tokens, output.logprobs, strict=True
+        ):
+            if not 1 <= len(tokens) <= 1 + drafts:
+                raise RuntimeError(f"step {output.step}: {len(tokens)} tokens for a sequence with {drafts} drafts")
             seq.num_reserved -= reserved
             if seq.finished:  # a ghost: it ended after this plan was sent
                 continue
-            delta = accept(seq, tokens, logprobs, scores.pop(seq, []))
+            self._count_drafts(drafts, len(tokens) - 1)
+            delta = accept(seq, tokens, logprobs, scores.pop(seq, []), drafts)
             deltas.append(delta)
             self._counters.generated_tokens += len(delta.token_ids)
             self._settle(seq, reserved - len(tokens), ended=delta.finish_reason is not None)
         for seq, rows in scores.items():
-            deltas.append(accept(seq, [], [], rows))
+            deltas.append(accept(seq, [], [], rows, 0))
         return deltas
 
     def _settle(self, seq: Sequence, num_rejected: int, *, ended: bool) -> None:
@@ -289,6 +310,7 @@ class Scheduler:
         seq.slot = None
         seq.pages = []
         seq.num_computed = 0
+        seq.num_drafts = 0
         seq.decoding = False
 
     # ------------------------------------------------------------------------------------------ figures
@@ -306,6 +328,12 @@ class Scheduler:
             prefix_hits=self._counters.prefix_hits,
             prompt_tokens=self._counters.prompt_tokens,
             generated_tokens=self._counters.generated_tokens,
+            max_drafts=self._drafts.max_drafts,
+            chosen_drafts=self._drafts.chosen,
+            accept_length=self._drafts.accept_length,
+            verifications=self._counters.verifications,
+            draft_tokens=self._counters.draft_tokens,
+            accepted_per_position=list(self._counters.accepted_per_position),
         )
 
     def check_integrity(self) -> None:
@@ -326,6 +354,15 @@ class Scheduler:
         if self._prefix_caching and not seq.needs_every_row:
             self._counters.prefix_queries += seq.num_prompt
             self._counters.prefix_hits += seq.num_cached
+
+    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        if not num_drafts:
+            return
+        self._drafts.verified(num_drafts, num_accepted)
+        self._counters.verifications += 1
+        self._counters.draft_tokens += num_drafts
+        for position in range(num_accepted):
+            self._counters.accepted_per_position[position] += 1
 
     def _choose_seed(self, seed: int | None) -> int:
         if seed is not None:

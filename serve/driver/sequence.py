@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from configs.engine import PAGE_SIZE
-from serve.driver.pages import page_digest
+from serve.driver.pages import page_digest, pages_for
 from workers.step import SamplingParams
 
 
@@ -31,6 +31,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0  # positions whose KV is computed, or will be by the plans sent
     num_reserved: int = 0  # output tokens that plans in flight may deliver
+    num_drafts: int = 0  # drafts that its slot holds, or will hold after the plans sent
     decoding: bool = False
     finished: bool = False
     queued: bool = False  # kept by WaitingQueue
@@ -50,6 +51,12 @@ class Sequence:
     def can_decode(self) -> bool:
         """Whether another token may be planned; never past `max_len`, counting what is in flight."""
         return self.decoding and len(self.token_ids) + self.num_reserved < self.max_len
+
+    def pages_for_step(self, rows: int, draft: int) -> int:
+        """Pages to add so that `rows` more positions can be run, and `draft` drafts made: all but the first of them
+        write a position more. A sequence's last token is never run, and what is past it needs no page."""
+        positions = self.num_computed + rows + max(0, draft - 1)
+        return max(0, pages_for(min(positions, self.max_len - 1)) - len(self.pages))
 
     @property
     def needs_every_row(self) -> bool:

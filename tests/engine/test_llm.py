@@ -91,8 +91,8 @@ def test_settings_that_cannot_work_fail_before_anything_starts(tiny_model: Path)
     for settings, message in [
         ({"tp": 3}, r"num_attention_heads \(8\) is not divisible by tp_size 3"),
         ({"tp": 2, "ep": 3}, r"ep_size \(3\) must divide tp_size \(2\)"),
-        ({"max_model_len": 129}, r"max_model_len \(129\) exceeds 128, index_topk"),
-        ({"num_draft_tokens": 1}, "num_draft_tokens: speculative decoding is not available"),
+        ({"max_model_len": 4097}, r"max_model_len \(4097\) exceeds 4096, max_position_embeddings"),
+        ({"num_draft_tokens": 16}, "num_draft_tokens: .*less than or equal to 15"),
         ({"tensor_parallel": 2}, "tensor_parallel: unknown setting"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import sampling_reference
-from workers.draw import uniform
+from workers.draw import draw, uniform
 
 COUNT = 1 << 14
 EXTREMES = [0, 1, -1, 2**31, 2**62, 2**63 - 1, -(2**63)]
@@ -36,17 +36,17 @@ def test_equals_a_reference_in_unbounded_integers(stream: int) -> None:
     seeds = EXTREMES + [rng.randrange(-(2**63), 2**63) for _ in range(200)]
     positions = [rng.randrange(2**20) for _ in seeds]
     got = uniform(torch.tensor(seeds), torch.tensor(positions), stream)
-    assert got.dtype == torch.float64
+    assert got.dtype == torch.float32
     want = [sampling_reference.uniform(s, p, stream) for s, p in zip(seeds, positions, strict=True)]
     assert got.tolist() == want
 
 
-def test_numbers_are_below_one_and_have_32_bits() -> None:
+def test_numbers_are_inside_the_unit_interval_and_have_23_bits() -> None:
     numbers = torch.cat([sequence(seed) for seed in EXTREMES])
-    assert numbers.min() >= 0 and numbers.max() < 1
-    bits = numbers * 2.0**32
+    assert numbers.min() > 0 and numbers.max() < 1
+    bits = numbers.double() * 2.0**23 - 0.5
     assert torch.equal(bits, bits.floor())
-    for bit in range(32):
+    for bit in range(23):
         share = ((bits.long() >> bit) & 1).double().mean().item()
         assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(len(numbers)), f"bit {bit}"
 
@@ -91,3 +91,30 @@ def test_a_number_does_not_depend_on_its_neighbours() -> None:
     alone = [uniform(seeds[i : i + 1], positions[i : i + 1]).item() for i in range(3)]
     assert together.tolist() == alone
     assert len(set(alone)) == 3
+
+
+def test_a_draw_equals_a_race_in_unbounded_integers() -> None:
+    print("seed 6")
+    rng = random.Random(6)
+    seeds = EXTREMES + [rng.randrange(-(2**63), 2**63) for _ in range(100)]
+    positions = [rng.randrange(2**20) for _ in seeds]
+    streams = [rng.randrange(3) for _ in seeds]
+    probs = torch.rand(len(seeds), 50, generator=torch.Generator().manual_seed(6)).softmax(-1)
+    got = draw(probs, torch.tensor(seeds), torch.tensor(positions), torch.tensor(streams))
+    rows = zip(probs.tolist(), seeds, positions, streams, strict=True)
+    assert got.tolist() == [sampling_reference.draw(p, seed, at, stream) for p, seed, at, stream in rows]
+
+
+def test_drawing_never_picks_what_has_no_probability() -> None:
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0]).repeat(COUNT, 1)
+    drawn = draw(probs, torch.full((COUNT,), 3), torch.arange(COUNT)).bincount(minlength=6) / COUNT
+    assert drawn[[0, 2, 5]].tolist() == [0, 0, 0]
+    assert (drawn - probs[0]).abs().max() < 5 * 0.5 / math.sqrt(COUNT)
+
+
+def test_draws_that_share_numbers_agree_as_often_as_their_distributions_allow() -> None:
+    p, q = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.4, 0.3, 0.1, 0.2]]).unbind()
+    seeds, positions = torch.full((COUNT,), 11), torch.arange(COUNT)
+    same = draw(p.expand(COUNT, -1), seeds, positions) == draw(q.expand(COUNT, -1), seeds, positions)
+    distance = (p - q).abs().sum().item() / 2
+    assert same.double().mean() >= (1 - distance) / (1 + distance) - 5 * 0.5 / math.sqrt(COUNT)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from configs.base import ConfigError
 from configs.engine import EngineConfig, ParallelConfig, ServeConfig
 from configs.hf import SUPPORTED_TYPES, load_model_config
-from configs.model import ModelConfig, RopeConfig
+from configs.model import IndexerConfig, LayerSpec, ModelConfig, RopeConfig
 from serve.hosting import EnginePlan
 from tests.oracles import SHIPPED
 
@@ -63,7 +63,7 @@ def test_deepseek_v2(tmp_path: Path) -> None:
         "scale": 16.0,
     }
     assert (config.moe.intermediate_size, config.moe.shared_intermediate_size) == (64, 128)
-    assert (config.dense_context, config.max_context) == (None, 512)
+    assert (config.indexer, config.mtp) == (None, None)
     assert (config.eos_token_ids, config.dtype) == ((1,), "bfloat16")
 
 
@@ -76,13 +76,18 @@ def test_greedy_routing_has_no_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", [name for name in SUPPORTED_TYPES if name != "deepseek_v2"])
 def test_the_families_after_v2(tmp_path: Path, model_type: str) -> None:
-    config = parse(tmp_path, model_type=model_type, index_topk=128)
+    config = parse(tmp_path, model_type=model_type, **INDEXER)
     assert config.moe is not None
     router = config.moe.router
     assert (router.scoring, router.method, router.normalise, router.scale) == ("sigmoid", "noaux_tc", True, 2.5)
     assert (router.num_groups, router.top_groups) == (4, 2)
-    sparse = model_type in ("deepseek_v32", "glm_moe_dsa")
-    assert (config.dense_context, config.max_context) == ((128, 128) if sparse else (None, 512))
+    kinds = {layer.attention for layer in config.layers}
+    if model_type in ("deepseek_v32", "glm_moe_dsa"):
+        interleaved = model_type == "glm_moe_dsa"
+        assert config.indexer == IndexerConfig(num_heads=16, head_dim=32, top_k=128, rope_interleaved=interleaved)
+        assert kinds == {"dsa_full"}
+    else:
+        assert config.indexer is None and kinds == {"mla"}
 
 
 def test_fields_that_hub_files_leave_out_get_the_familys_defaults(tmp_path: Path) -> None:
@@ -122,10 +127,65 @@ def test_layer_specs(tmp_path: Path, changes: dict[str, Any], expected: str) -> 
     assert (config.moe is None) == ("moe" not in expected)
 
 
-def test_sparse_models_need_index_topk_and_a_short_context_stays(tmp_path: Path) -> None:
-    assert "index_topk: is missing" in refusal(tmp_path, model_type="deepseek_v32")
-    config = parse(tmp_path, model_type="deepseek_v32", index_topk=2048)
-    assert (config.dense_context, config.max_context) == (2048, 512)
+INDEXER = {"index_topk": 128, "index_n_heads": 16, "index_head_dim": 32}
+
+
+@pytest.mark.parametrize("name", INDEXER)
+def test_sparse_models_need_an_indexers_sizes(tmp_path: Path, name: str) -> None:
+    assert f"{name}: is missing" in refusal(tmp_path, model_type="deepseek_v32", **INDEXER | {name: None})
+
+
+def test_an_indexer_that_cannot_work_is_refused(tmp_path: Path) -> None:
+    narrow = refusal(tmp_path, model_type="deepseek_v32", **INDEXER | {"index_head_dim": 8})
+    assert "index_head_dim (8) is smaller than qk_rope_head_dim (16)" in narrow
+    assert "q_lora_rank: is missing" in refusal(tmp_path, model_type="deepseek_v32", **INDEXER, q_lora_rank=None)
+
+
+F, S = "dsa_full", "dsa_shared"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [F, F, F, F, F, F, F]),
+        ({"index_topk_freq": 2}, [F, F, S, F, S, F, S]),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, [F, F, F, S, S, S, F]),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 0}, [S, S, F, S, S, F, S]),
+        ({"index_topk_pattern": "FSSFSSF", "index_topk_freq": 2}, [F, S, S, F, S, S, F]),
+        ({"indexer_types": ["full", *["shared"] * 7], "index_topk_pattern": "FFFFFFF"}, [F, S, S, S, S, S, S]),
+    ],
+)
+def test_layers_that_share_a_selection(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
+    """`indexer_types` goes before the pattern, and that before frequency and offset."""
+    changes = INDEXER | changes | {"num_hidden_layers": 7, "model_type": "glm_moe_dsa"}
+    if expected[0] == S:
+        assert "layer 0 shares the selection of an earlier layer" in refusal(tmp_path, **changes)
+    else:
+        assert [layer.attention for layer in parse(tmp_path, **changes).layers] == expected
+
+
+def test_sharing_must_cover_every_layer(tmp_path: Path) -> None:
+    message = refusal(tmp_path, model_type="glm_moe_dsa", **INDEXER, index_topk_pattern="FS")
+    assert "index_topk_pattern has 2 entries for 3 layers (num_hidden_layers)" in message
+    assert "index_topk_pattern" in refusal(tmp_path, model_type="glm_moe_dsa", **INDEXER, index_topk_pattern="FXS")
+
+
+@pytest.mark.parametrize("name", ["num_nextn_predict_layers", "num_mtp_layers"])
+def test_mtp_modules(tmp_path: Path, name: str) -> None:
+    both = {"num_nextn_predict_layers": ABSENT, "num_mtp_layers": ABSENT}
+    config = parse(tmp_path, **both | {name: 2})
+    assert config.mtp is not None
+    assert (config.mtp.num_modules, config.mtp.share_selection) == (2, False)
+    assert config.mtp.layer == LayerSpec(attention="mla", feed_forward="moe")
+    config.check_drafts(2)
+    with pytest.raises(ConfigError, match=r"num_draft_tokens \(3\) exceeds the checkpoint's 2 MTP modules"):
+        config.check_drafts(3)
+    parse(tmp_path, **both | {name: 1}).check_drafts(15)
+    with pytest.raises(ConfigError, match=r"num_draft_tokens is 1, but config\.json names no MTP module"):
+        parse(tmp_path, **both).check_drafts(1)
+    sparse = parse(tmp_path, **both | INDEXER | {name: 1}, model_type="glm_moe_dsa", index_share_for_mtp_iteration=True)
+    assert sparse.mtp is not None
+    assert (sparse.mtp.layer.attention, sparse.mtp.share_selection) == ("dsa_full", True)
 
 
 @pytest.mark.parametrize(
@@ -295,10 +355,14 @@ def test_a_plan_longer_than_the_model_says_which_limit(tmp_path: Path) -> None:
     write(tmp_path)
     with pytest.raises(ConfigError, match=r"max_model_len \(513\) exceeds 512, max_position_embeddings .*at most 512"):
         EnginePlan.make(EngineConfig(model=tmp_path, max_model_len=513))
-    write(tmp_path, model_type="deepseek_v32", index_topk=128)
-    assert EnginePlan.make(EngineConfig(model=tmp_path)).max_model_len == 128
-    with pytest.raises(ConfigError, match=r"max_model_len \(129\) exceeds 128, index_topk .*use at most 128"):
-        EnginePlan.make(EngineConfig(model=tmp_path, max_model_len=129))
+    write(tmp_path, model_type="deepseek_v32", **INDEXER)
+    assert EnginePlan.make(EngineConfig(model=tmp_path)).max_model_len == 512
+
+
+def test_a_plan_checks_that_the_checkpoint_can_draft(tmp_path: Path) -> None:
+    write(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(ConfigError, match=r"config\.json names no MTP module"):
+        EnginePlan.make(EngineConfig(model=tmp_path, num_draft_tokens=1))
 
 
 def test_a_plan_checks_the_split(tmp_path: Path) -> None:
@@ -309,7 +373,9 @@ def test_a_plan_checks_the_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"num_draft_tokens": 2}, "args: engine.num_draft_tokens: speculative decoding is not available .* use 0"),
+        ({"num_draft_tokens": 16}, "args: engine.num_draft_tokens: .*less than or equal to 15"),
+        ({"num_draft_tokens": 4, "max_num_batched_tokens": 4}, r"num_draft_tokens \(4\) .* do not fit a step"),
+        ({"topk_exchange": "ring"}, "args: engine.topk_exchange: .*'replicated', 'leader' or 'sharded'"),
         ({"max_modle_len": 9}, "args: engine.max_modle_len: unknown setting"),
         ({"parallel": {"tp": 2}}, "args: engine.parallel.tp: unknown setting"),
         ({"parallel": {"tp_size": 4, "ep_size": 3}}, r"ep_size \(3\) must divide tp_size \(4\): use ep_size 1 .* 4"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.sampling_reference import Request, probabilities
-from workers.sampler import Sampler, draw, limit_top
+from workers.sampler import Sampler, limit_top
 from workers.step import SamplingParams, TokenLogprobs
 
 VOCAB = 40
@@ -73,12 +73,22 @@ def sampler_with(admitted: list[Request], vocab: int = VOCAB) -> Sampler:
     return sampler
 
 
+def choose(
+    sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: torch.Tensor
+) -> tuple[torch.Tensor, list[list[TokenLogprobs]]]:
+    """The sampler's tokens for logits [rows, vocab] without drafts, and their log-probabilities."""
+    none = torch.empty(len(slots), 0, dtype=torch.int64)
+    verdict = sampler.verify(logits[:, None], slots, positions, none, torch.zeros(len(slots), dtype=torch.int64))
+    assert verdict.counts.tolist() == [1] * len(slots)
+    return verdict.tokens[:, 0], sampler.logprobs(logits[:, None], slots, verdict)
+
+
 def sample(
     sampler: Sampler, logits: torch.Tensor, slots: list[int], batch: list[Request]
 ) -> tuple[list[int], list[list[TokenLogprobs]]]:
     """One step of the requests of these slots, whose outputs grow."""
     before = logits.clone()
-    tokens, logprobs = sampler.sample(logits, slots, torch.tensor([request.position for request in batch]))
+    tokens, logprobs = choose(sampler, logits, slots, torch.tensor([request.position for request in batch]))
     assert torch.equal(logits, before)  # the caller's
     for request, token in zip(batch, tokens.tolist(), strict=True):
         request.output.append(token)
@@ -154,7 +164,7 @@ def test_a_slots_next_owner_with_penalties_starts_afresh() -> None:
     params = SamplingParams(temperature=0, repetition_penalty=2.0, presence_penalty=1.0)
     sampler = sampler_with([Request(params, prompt=list(range(VOCAB)))])
     logits = random_logits(1, seed=500)
-    sampler.sample(logits, [0], torch.tensor([VOCAB]))
+    choose(sampler, logits, [0], torch.tensor([VOCAB]))
     fresh = Request(params, prompt=[6])
     sampler.admit(fresh.admission(0))
     for _ in range(8):
@@ -193,12 +203,6 @@ def test_of_many_equal_logits_the_lowest_ids_stay() -> None:
         assert [token for token, kept in enumerate(got) if kept] == sorted(want)
 
 
-def test_drawing_never_picks_what_has_no_probability() -> None:
-    probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).repeat(5, 1)
-    u = torch.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2.0**-32], dtype=torch.float64)
-    assert draw(probs, u).tolist() == [1, 3, 3, 4, 4]
-
-
 @pytest.mark.parametrize("name", ["plain", "hot", "top_k and top_p", "min_p", "all limits"])
 @pytest.mark.parametrize("seed", [11, 2**40])
 def test_frequencies_follow_the_processed_distribution(name: str, seed: int) -> None:
@@ -207,7 +211,7 @@ def test_frequencies_follow_the_processed_distribution(name: str, seed: int) -> 
     count, request = 1 << 14, Request(STAGES[name], seed)
     logits = random_logits(1, seed=800) / 2
     sampler = sampler_with([request])
-    tokens, _ = sampler.sample(logits.expand(count, -1), [0] * count, torch.arange(1, count + 1))
+    tokens, _ = choose(sampler, logits.expand(count, -1), [0] * count, torch.arange(1, count + 1))
     expected = count * torch.tensor(probabilities(logits[0].tolist(), request.params), dtype=torch.float64)
     observed = torch.bincount(tokens, minlength=VOCAB).double()
     assert observed[expected == 0].sum() == 0
@@ -224,7 +228,7 @@ def test_seed_and_position_decide_a_token() -> None:
     flat = torch.zeros(2000, VOCAB)
     sampler = sampler_with([Request(SamplingParams(), 5), Request(SamplingParams(), 5), Request(SamplingParams(), 6)])
     positions = torch.arange(2000)
-    by_slot = [sampler.sample(flat, [slot] * 2000, positions)[0] for slot in range(3)]
+    by_slot = [choose(sampler, flat, [slot] * 2000, positions)[0] for slot in range(3)]
     assert torch.equal(by_slot[0], by_slot[1])
     for other in (by_slot[2], by_slot[0].roll(1)):  # another seed; the position before
         equal = (by_slot[0] == other).double().mean().item()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from configs.engine import PAGE_SIZE
+from serve.driver.drafts import DraftPolicy
 from serve.driver.messages import AddRequest, RequestDelta
 from serve.driver.pages import PageManager, pages_for
 from serve.driver.scheduler import Scheduler
@@ -45,6 +46,7 @@ class Traffic:
         num_pages = pages_for(self.max_model_len) + rng.choice([0, 0, 1, 4, 50])
         max_num_seqs = rng.choice([3, 8])
         max_rows = rng.choice([1, 5, 40, 300, 300])
+        max_drafts = rng.choice([0, 1, 2, 4]) if max_rows > 4 else 0
         self.pages = PageManager(num_pages)
         self.scheduler = Scheduler(
             self.pages,
@@ -52,9 +54,10 @@ class Traffic:
             max_num_batched_tokens=max_rows,
             max_model_len=self.max_model_len,
             enable_prefix_caching=rng.random() < 0.8,
+            drafts=DraftPolicy(max_drafts, adaptive=rng.random() < 0.5),
             seed=seed,
         )
-        self.worker = FakeWorker(num_pages, max_num_seqs, max_rows)
+        self.worker = FakeWorker(num_pages, max_num_seqs, max_rows, self.max_model_len)
         self.outputs: deque[StepOutput] = deque()
         self.prefixes = [[rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 64, 130]))] for _ in range(3)]
         self.requests: dict[str, AddRequest] = {}

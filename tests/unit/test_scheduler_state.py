@@ -227,8 +227,8 @@ def test_seeds_drawn_by_the_driver_repeat_only_under_an_engine_seed() -> None:
     [
         ({"step": 1}, "a worker answered step 1, expected 0"),
         ({"tokens": []}, "step 0 sampled 1 sequences, a worker answered 0 token lists"),
-        ({"tokens": [[]]}, "step 0: 0 tokens for a sequence that reserved 1"),
-        ({"tokens": [[1, 2]]}, "step 0: 2 tokens for a sequence that reserved 1"),
+        ({"tokens": [[]]}, "step 0: 0 tokens for a sequence with 0 drafts"),
+        ({"tokens": [[1, 2]]}, "step 0: 2 tokens for a sequence with 0 drafts"),
         ({"prompt_scores": [PromptScores(3, 0, [], b"")]}, "prompt scores for slot 3, which had no chunk"),
     ],
 )
