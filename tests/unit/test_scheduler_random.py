@@ -160,11 +160,12 @@ def test_every_request_gets_its_tokens(seed: int, depth: int) -> None:
 
 
 def test_the_random_traffic_meets_what_it_is_for() -> None:
-    """Preemptions, prefix hits, aborts and stops all happen, else the test above proves little."""
-    runs = [run_traffic(seed, 2) for seed in range(12)]
+    """Preemptions, prefix hits, drafts, aborts and stops all happen, else the test above proves little."""
+    runs = [run_traffic(seed, 2) for seed in range(16)]
     stats = [run.scheduler.stats() for run in runs]
     assert sum(s.preemptions for s in stats) > 20
     assert sum(s.prefix_hits for s in stats) > 20 * PAGE_SIZE
+    assert sum(s.draft_tokens for s in stats) > sum(sum(s.accepted_per_position) for s in stats) > 500
     assert sum(len(run.aborted) for run in runs) > 10
     reasons = [answer.reason for run in runs for answer in run.answers.values()]
     assert min(reasons.count("stop"), reasons.count("length")) > 50
