@@ -4,7 +4,9 @@ import torch
 from torch import nn
 
 from layers.attention.backend import TorchAttention
-from layers.context import LayerContext
+from layers.attention.index_cache import PlainIndexKeys
+from layers.attention.topk import TorchTopK
+from layers.context import LayerContext, SparseContext
 from layers.moe.backend import TorchMoE
 from layers.parallel import TensorParallel
 
@@ -18,9 +20,12 @@ class LonelyRank(TensorParallel):
         return x
 
 
-def layer_context(tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32) -> LayerContext:
+def layer_context(
+    tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32, index_dim: int = 32
+) -> LayerContext:
     """A context on the CPU; one rank unless told otherwise."""
-    return LayerContext(tp or TensorParallel(), dtype, CPU, TorchAttention(), TorchMoE())
+    sparse = SparseContext(TorchTopK("small"), "replicated", PlainIndexKeys(index_dim, dtype))
+    return LayerContext(tp or TensorParallel(), dtype, CPU, TorchAttention(), TorchMoE(), sparse)
 
 
 def fill(module: nn.Module, *, seed: int) -> None:

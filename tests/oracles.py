@@ -73,18 +73,22 @@ class Reference:
     prompts: list[PromptReference]
 
 
-def oracle_folders(*model_types: str) -> list[Path]:
-    """Folders of the unquantised oracles of these model types (all when none is given), sorted by name."""
+FAMILY = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
+
+
+def oracle_folders(*model_types: str, quantised: bool = False) -> list[Path]:
+    """Folders of the oracles of these model types (the whole family when none is given), sorted by name; those whose
+    weights are quantised, or the others."""
     full_set = Path(os.environ.get("SHOAL_ORACLES", REPOSITORY.parent / "shared" / "oracles"))
     by_name = {
         path.parent.name: path.parent for root in (SHIPPED, full_set) for path in root.glob("tiny-*/config.json")
     }
-    return [folder for _, folder in sorted(by_name.items()) if _is_wanted(folder, model_types)]
+    return [folder for _, folder in sorted(by_name.items()) if _is_wanted(folder, model_types or FAMILY, quantised)]
 
 
-def _is_wanted(folder: Path, model_types: tuple[str, ...]) -> bool:
+def _is_wanted(folder: Path, model_types: tuple[str, ...], quantised: bool) -> bool:
     config = json.loads((folder / "config.json").read_text())
-    return "quantization_config" not in config and (not model_types or config["model_type"] in model_types)
+    return ("quantization_config" in config) == quantised and config["model_type"] in model_types
 
 
 def load_reference(folder: Path) -> Reference:

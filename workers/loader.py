@@ -1,4 +1,5 @@
-"""Fills a rank's parameters from safetensors files, reading only the slices the rank owns."""
+"""Fills a rank's parameters from safetensors files, reading only the slices the rank owns; quantised tensors are
+dequantised on the way (`workers.quantised`)."""
 
 import json
 from collections import defaultdict
@@ -14,6 +15,7 @@ from configs.hf import read_json
 from layers.models.decoder import Decoder
 from layers.parallel import Shard
 from layers.weights import Weight
+from workers.quantised import SUPPORTED, TensorSlice, logical_shape, read_quantised, scale_names, scaled_weight
 
 # Mapped file pages count as resident memory; a file is mapped anew after this many bytes so that loading a shard
 # needs no more host memory than the shard itself and about one GiB.
@@ -21,7 +23,7 @@ _REMAP_BYTES = 1 << 30
 _COMPARED_ROWS = 1024
 _SHOWN = 5
 _INDEX = "model.safetensors.index.json"
-_SCALES = (".weight_scale_inv", ".weight_scale", ".weight_scale_2", ".input_scale", ".scale")
+_FOREIGN = (".weight_packed", ".qweight", ".qzeros", ".scales", ".scale")  # other kinds of quantisation
 
 
 class CheckpointError(ConfigError):
@@ -32,8 +34,8 @@ def load_weights(model: Decoder, folder: Path, progress: Callable[[int, int], No
     """Reads every tensor (slice) that `model.weights()` names into its target, casting to the target's dtype.
 
     `progress(done_bytes, total_bytes)` counts bytes of the rank's own parameters. Raises CheckpointError when a file
-    or tensor is missing, misshapen or quantised, when a parameter would stay unfilled, or when the checkpoint holds a
-    tensor that the model neither uses nor knowingly skips.
+    or tensor is missing, misshapen or quantised in an unknown way, when a parameter would stay unfilled, or when the
+    checkpoint holds a tensor that the model neither uses nor knowingly skips.
     """
     by_name = {weight.name: weight for weight in model.weights()}
     files = _tensor_files(folder)
@@ -45,7 +47,7 @@ def load_weights(model: Decoder, folder: Path, progress: Callable[[int, int], No
     total = sum(_bytes(weight.target) for weight in by_name.values())
     done = 0
     for path, weights in by_file.items():
-        for weight, tensor in _read(path, weights):
+        for weight, tensor in _read(path, weights, files):
             weight.target.copy_(tensor)
             done += _bytes(weight.target)
             progress(done, total)
@@ -78,13 +80,19 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _check_names(model: Decoder, wanted: dict[str, Weight], files: dict[str, Path], folder: Path) -> None:
+    foreign = sorted(name for name in files if name.endswith(_FOREIGN) and model.unused(name) is None)
+    if foreign:
+        raise CheckpointError(f"{folder} is quantised in a way that is not known here ({_some(foreign)}); {SUPPORTED}")
     if missing := sorted(wanted.keys() - files.keys()):
         raise CheckpointError(f"{folder} has no tensor {_some(missing)}; config.json describes a model that needs it")
-    extra = sorted(name for name in files.keys() - wanted.keys() if model.unused(name) is None)
-    if any(name.endswith(_SCALES) for name in extra):
-        raise CheckpointError(f"{folder} is quantised ({_some(extra)}); this version loads bf16, fp16 and fp32 weights")
+    extra = []
+    for name in files.keys() - wanted.keys():
+        of = scaled_weight(name) or name
+        if of not in wanted and model.unused(of) is None:
+            extra.append(name)
     if extra:
-        raise CheckpointError(f"{folder} holds {_some(extra)}, which the model described by config.json does not use")
+        some = _some(sorted(extra))
+        raise CheckpointError(f"{folder} holds {some}, which the model described by config.json does not use")
 
 
 def _check_filled(model: Decoder, by_name: dict[str, Weight]) -> None:
@@ -96,7 +104,7 @@ def _check_filled(model: Decoder, by_name: dict[str, Weight]) -> None:
             raise CheckpointError(f"parameter {name} would not be filled from the checkpoint")
 
 
-def _read(path: Path, weights: list[Weight]) -> Iterator[tuple[Weight, torch.Tensor]]:
+def _read(path: Path, weights: list[Weight], files: dict[str, Path]) -> Iterator[tuple[Weight, torch.Tensor]]:
     """Yields each weight with its slice, in the order of the list."""
     pending = iter(weights)
     more = True
@@ -105,7 +113,7 @@ def _read(path: Path, weights: list[Weight]) -> Iterator[tuple[Weight, torch.Ten
         touched = 0
         with _open(path) as file:
             for weight in pending:
-                tensor = _slice(file, weight, path)
+                tensor = _slice(file, weight, path, files)
                 touched += _bytes(tensor)
                 yield weight, tensor
                 if touched > _REMAP_BYTES:
@@ -113,24 +121,38 @@ def _read(path: Path, weights: list[Weight]) -> Iterator[tuple[Weight, torch.Ten
                     break
 
 
-def _slice(file: safe_open, weight: Weight, path: Path) -> torch.Tensor:
-    try:
-        source = file.get_slice(weight.name)
-    except SafetensorError:
-        raise CheckpointError(f"{path} lacks {weight.name}, which {_INDEX} places there: download both again") from None
-    shape, want, shard = list(source.get_shape()), list(weight.target.shape), weight.shard
+def _slice(file: safe_open, weight: Weight, path: Path, files: dict[str, Path]) -> torch.Tensor:
+    source = _lazy(file, weight.name, path)
+    want, shard = list(weight.target.shape), weight.shard
     if shard is not None:
         want[shard.dim] = shard.full
-    if shape != want:
+    if (shape := logical_shape(source)) != want:
         raise CheckpointError(f"{path.name}: {weight.name} has shape {shape}; config.json implies {want}")
-    if not str(source.get_dtype()).startswith(("BF16", "F16", "F32")):
-        raise CheckpointError(
-            f"{path.name}: {weight.name} is {source.get_dtype()}; this version loads bf16, fp16 and fp32 weights"
-        )
+    scales = scale_names(weight.name, files)
+    if scales or not str(source.get_dtype()).startswith(("BF16", "F16", "F32")):
+
+        def get(name: str) -> TensorSlice:
+            if files[name] == path:
+                return _lazy(file, name, path)
+            with _open(files[name]) as other:
+                return _lazy(other, name, files[name])
+
+        try:
+            return read_quantised(source, scales, get, shard)
+        except ValueError as error:
+            raise CheckpointError(f"{path.name}: {weight.name} cannot be read: {error}") from None
     if shard is None:
         return source[:]
     span = slice(shard.start, shard.start + shard.length)
     return source[span] if shard.dim == 0 else source[:, span]
+
+
+def _lazy(file: safe_open, name: str, path: Path) -> TensorSlice:
+    """The tensor, to be read by slices."""
+    try:
+        return file.get_slice(name)
+    except SafetensorError:
+        raise CheckpointError(f"{path} lacks {name}, which {_INDEX} places there: download both again") from None
 
 
 def _open(path: Path) -> safe_open:

@@ -16,8 +16,8 @@ TOLERANCE = 1e-4  # of float32 logits and hidden states
 TIE = 1e-3
 CHAIN = 3
 
-TYPES = ("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
-FOLDERS = [folder for folder in oracle_folders(*TYPES) if load_reference(folder).prompts[0].mtp]
+ALL = oracle_folders() + oracle_folders(quantised=True)
+FOLDERS = [folder for folder in ALL if load_reference(folder).prompts[0].mtp]
 every_oracle = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 

@@ -13,7 +13,7 @@ from tests.oracles import PromptReference, load_reference, oracle_folders
 
 pytestmark = pytest.mark.slow
 
-FOLDERS = oracle_folders("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
+FOLDERS = oracle_folders() + oracle_folders(quantised=True)
 TOLERANCE = 1e-4  # of float32 logits, whose scale is about 8
 TIE = 1e-3  # a greedy margin below which another token is no error
 

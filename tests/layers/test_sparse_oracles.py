@@ -17,9 +17,9 @@ TOLERANCE = 1e-4  # of float32 logits
 TIE = 1e-5  # gaps of index scores below which another position is no error
 EXCHANGES = ["replicated", "leader", "sharded"]
 
-every_oracle = pytest.mark.parametrize(
-    "folder", oracle_folders("deepseek_v32", "glm_moe_dsa"), ids=lambda folder: folder.name
-)
+TYPES = ("deepseek_v32", "glm_moe_dsa")
+FOLDERS = oracle_folders(*TYPES) + oracle_folders(*TYPES, quantised=True)
+every_oracle = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
 @lru_cache(maxsize=1)

@@ -162,11 +162,6 @@ def test_a_tied_head_is_the_embedding_and_its_tensor_may_be_there_or_not(checkpo
         assert torch.equal(model.lm_head.weight, read_tensors(folder)["model.embed_tokens.weight"].float())
 
 
-def _quantise(tensors: Tensors) -> None:
-    tensors[GATE] = tensors[GATE].to(torch.float8_e4m3fn)
-    tensors[f"{GATE}_scale_inv"] = torch.ones(1, 1)
-
-
 @pytest.mark.parametrize(
     ("edit", "parts"),
     [
@@ -177,8 +172,18 @@ def _quantise(tensors: Tensors) -> None:
         (lambda t: t.update({GATE.replace("s.1", "s.0"): torch.zeros(1)}), ["layers.0.mlp.experts.5", "not use"]),
         (lambda t: t.update({GATE: torch.zeros(63, 128)}), ["model.safetensors", GATE, "[63, 128]", "[64, 128]"]),
         (lambda t: t.update({NORM: torch.zeros(1, 128)}), ["model.safetensors", NORM, "[1, 128]", "[128]"]),
-        (_quantise, ["quantised", f"{GATE}_scale_inv", "bf16"]),
-        (lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)}), ["model.safetensors", GATE, "F8_E4M3"]),
+        (lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)}), [GATE, "F8_E4M3 with no scales", "NVFP4"]),
+        (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 1)}), [GATE, "BF16 with .weight_scale_inv", "bf16"]),
+        (
+            lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn), f"{GATE}_scale_inv": torch.ones(1, 2)}),
+            [GATE, "scales have shape [1, 2]", "[64, 128] in 128 x 128 blocks has [1, 1]"],
+        ),
+        (
+            lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn), f"{GATE}_scale": torch.ones(())}),
+            [GATE, "F8_E4M3 with .weight_scale;", "FP8 in 128 x 128 blocks"],
+        ),
+        (lambda t: t.update({GATE.replace(".5.", ".8.") + "_scale_inv": torch.ones(1, 1)}), ["experts.8", "not use"]),
+        (lambda t: t.update({f"{GATE}_packed": t.pop(GATE)}), ["quantised in a way", f"{GATE}_packed", "NVFP4"]),
         (lambda t: t.update({NORM: t[NORM].to(torch.int8)}), ["model.safetensors", NORM, "I8"]),
     ],
     ids=[
@@ -189,8 +194,12 @@ def _quantise(tensors: Tensors) -> None:
         "expert of a dense layer",
         "shape",
         "dims",
-        "fp8",
-        "e4m3",
+        "no scales",
+        "scales of bf16",
+        "shape of scales",
+        "one scale",
+        "scale of nothing",
+        "packed",
         "i8",
     ],
 )
