@@ -9,12 +9,12 @@ from configs.hf import load_model_config
 from layers.attention import backend as attention_backend
 from layers.attention.backend import (
     AttentionBatch,
-    DecodeRows,
+    PagedRows,
     PrefillRows,
     TorchAttention,
     make_attention_backend,
 )
-from layers.attention.mla import MLA
+from layers.attention.mla import MLA, LayerCache
 from layers.rotary import RotaryEmbedding
 from tests.layer_context import CPU, fill, layer_context
 from tests.oracles import SHIPPED
@@ -61,20 +61,26 @@ class PagedCache:
         positions = torch.arange(self.lengths[row] if stop is None else stop)
         return self.table[row, positions // PAGE].long() * PAGE + positions % PAGE
 
-    def rows(self) -> DecodeRows:
-        return DecodeRows(self.table, torch.tensor(self.lengths, dtype=torch.int32), self.longest)
+    def rows(self, per_sequence: int = 1) -> PagedRows:
+        """The last rows of every sequence; of one that is shorter, the first see nothing."""
+        ends = torch.tensor(self.lengths, dtype=torch.int32)[:, None]
+        lengths = (ends - per_sequence + 1 + torch.arange(per_sequence, dtype=torch.int32)).clamp(min=0)
+        return PagedRows(self.table, lengths.flatten(), per_sequence, self.longest)
 
 
-def check_decode(lengths: list[int], heads: int, seed: int, *, width: int = 24, value_dim: int = 16) -> None:
+def check_decode(
+    lengths: list[int], heads: int, seed: int, *, width: int = 24, value_dim: int = 16, per_sequence: int = 1
+) -> None:
     paged = PagedCache(lengths, width, seed)
-    q = torch.randn(len(lengths), heads, width, generator=generator(seed + 1))
-    got = TorchAttention().decode(q, paged.cache, paged.rows(), scale=0.3, value_dim=value_dim)
-    assert got.shape == (len(lengths), heads, value_dim)
-    for row in range(len(lengths)):
-        entries = paged.flat[paged.slots(row)]
+    rows = paged.rows(per_sequence)
+    q = torch.randn(len(rows.lengths), heads, width, generator=generator(seed + 1))
+    got = TorchAttention().decode(q, paged.cache, rows, scale=0.3, value_dim=value_dim)
+    assert got.shape == (len(rows.lengths), heads, value_dim)
+    for row, length in enumerate(rows.lengths.tolist()):
+        entries = paged.flat[paged.slots(row // per_sequence, length)]
         for head in range(heads):
-            want = attend(q[row, head], entries, entries[:, :value_dim], 0.3)
-            torch.testing.assert_close(got[row, head].double(), want, rtol=0, atol=1e-5)
+            want = attend(q[row, head], entries, entries[:, :value_dim], 0.3) if length else torch.zeros(value_dim)
+            torch.testing.assert_close(got[row, head].double(), want.double(), rtol=0, atol=1e-5)
 
 
 @every_head_count
@@ -86,6 +92,65 @@ def test_decode_around_page_borders(length: int, heads: int) -> None:
 @every_head_count
 def test_decode_of_mixed_lengths(heads: int) -> None:
     check_decode([129, 1, 64, 2, 127, 65, 300, 63, 128], heads, seed=500)
+
+
+@every_head_count
+@pytest.mark.parametrize("per_sequence", [2, 3, 4])
+def test_verified_rows_see_one_position_more_each(heads: int, per_sequence: int) -> None:
+    check_decode([129, 4, 64, 65, 127], heads, seed=520, per_sequence=per_sequence)
+
+
+def test_a_row_that_sees_nothing_gives_zeros() -> None:
+    check_decode([5, 1, 2], 4, seed=540, per_sequence=3)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8, 16, 20, 64, 128])
+def test_sparse_is_dense_over_the_same_set(heads: int) -> None:
+    """In any order, with -1 anywhere at the end of a row; a row of -1 gives zeros."""
+    paged = PagedCache([129, 64, 300, 5], 24, seed=560)
+    counts, k = [40, 64, 17, 0], 70
+    q = torch.randn(4, heads, 24, generator=generator(561))
+    slots = torch.full((4, k), -1, dtype=torch.int32)
+    gen = generator(562)
+    for row, count in enumerate(counts):
+        slots[row, :count] = paged.slots(row)[torch.randperm(paged.lengths[row], generator=gen)[:count]].int()
+    got = TorchAttention().sparse(q, paged.cache, slots, scale=0.3, value_dim=16)
+    assert torch.equal(got[3], torch.zeros(heads, 16))
+    for row, count in enumerate(counts[:3]):
+        entries = paged.flat[slots[row, :count].long()]
+        for head in range(heads):
+            want = attend(q[row, head], entries, entries[:, :16], 0.3)
+            torch.testing.assert_close(got[row, head].double(), want, rtol=0, atol=1e-5)
+
+
+def test_sparse_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = PagedCache([300] * 5, 24, seed=570)
+    q = torch.randn(5, 4, 24, generator=generator(571))
+    slots = torch.stack([paged.slots(row)[::7] for row in range(5)]).int()
+    whole = TorchAttention().sparse(q, paged.cache, slots, scale=0.3, value_dim=16)
+    monkeypatch.setattr(attention_backend, "_GATHER_LIMIT", 100)
+    pieces = TorchAttention().sparse(q, paged.cache, slots, scale=0.3, value_dim=16)
+    torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(("sequences", "per_sequence", "start"), [(1, 7, 4), (4, 1, None), (3, 2, None), (2, 1, None)])
+def test_shares_of_ranks_are_all_rows_in_order(sequences: int, per_sequence: int, start: int | None, size: int) -> None:
+    table = torch.arange(sequences * 2, dtype=torch.int32).view(sequences, 2)
+    rows = PagedRows(table, torch.arange(1, 1 + sequences * per_sequence, dtype=torch.int32), per_sequence, 128, start)
+    shares = [rows.share(rank, size) for rank in range(size)]
+    assert len({full for full, _ in shares}) == 1
+    assert all(len(share.lengths) <= full for full, share in shares)
+    assert torch.equal(torch.cat([share.lengths for _, share in shares]), rows.lengths)
+    sizes = [len(share.lengths) for _, share in shares]
+    assert sizes == sorted(sizes, reverse=True)
+    tables = [share.block_table[i // share.per_sequence] for _, share in shares for i in range(len(share.lengths))]
+    assert torch.equal(torch.stack(tables), table.repeat_interleave(per_sequence, dim=0))
+    if start is not None:
+        at = 0
+        for _, share in shares:
+            assert not len(share.lengths) or share.start == start + at
+            at += len(share.lengths)
 
 
 def test_decode_of_values_as_wide_as_entries() -> None:
@@ -145,46 +210,49 @@ class TestMLA:
 
     LENGTH = 130
 
-    def layer(self, folder: str, dtype: torch.dtype) -> tuple[MLA, torch.Tensor, torch.Tensor, RotaryEmbedding]:
+    def layer(self, folder: str, dtype: torch.dtype) -> tuple[MLA, torch.Tensor, LayerCache, RotaryEmbedding]:
         """A layer with random weights, its input, a cache, and its rotary embedding."""
         config = load_model_config(SHIPPED / folder)
-        mla = MLA(layer_context(dtype=dtype), config)
+        mla = MLA(layer_context(dtype=dtype), config, "mla")
         fill(mla, seed=1000)
         x = torch.randn(self.LENGTH, config.hidden_size, generator=generator(1001))
-        cache = torch.zeros(6, PAGE, config.attention.cache_dim, dtype=dtype)
+        cache = LayerCache(torch.zeros(6, PAGE, config.attention.cache_dim, dtype=dtype))
         return mla, x, cache, RotaryEmbedding(config.attention.rope, config.attention.qk_rope_head_dim, 256, CPU)
 
     def slots(self) -> torch.Tensor:
         positions = torch.arange(self.LENGTH)
         return torch.tensor([4, 1, 2])[positions // PAGE] * PAGE + positions % PAGE
 
-    def decode_rows(self, first: int, stop: int) -> DecodeRows:
+    def decode_rows(self, first: int, stop: int) -> tuple[PagedRows]:
         lengths = torch.arange(first + 1, stop + 1, dtype=torch.int32)
-        return DecodeRows(torch.tensor([[4, 1, 2]], dtype=torch.int32).repeat(stop - first, 1), lengths, stop)
+        return (PagedRows(torch.tensor([[4, 1, 2]], dtype=torch.int32).repeat(stop - first, 1), lengths, 1, stop),)
 
     @pytest.mark.parametrize("folder", ["tiny-deepseek_v3-yarn", "tiny-glm4_moe_lite-noqlora"])
     def test_absorbed_equals_expanded(self, folder: str) -> None:
         mla, x, cache, rope = self.layer(folder, torch.float32)
         n, rotation = self.LENGTH, rope(torch.arange(self.LENGTH))
-        prefill = AttentionBatch(self.slots(), 0, None, PrefillRows([0, n], [0, n], self.slots()))
-        expanded = mla(x, rotation, cache, prefill)
-        written = cache.clone()
-        absorbed = mla(x, rotation, cache, AttentionBatch(self.slots(), n, self.decode_rows(0, n), None))
+        prefill = AttentionBatch(self.slots(), (), PrefillRows([0, n], [0, n], self.slots()))
+        expanded, _ = mla(x, rotation, cache, prefill, None)
+        written = cache.latents.clone()
+        absorbed, _ = mla(x, rotation, cache, AttentionBatch(self.slots(), self.decode_rows(0, n)), None)
         assert expanded.abs().mean() > 0.05
         torch.testing.assert_close(absorbed, expanded, rtol=0, atol=1e-5)
-        assert torch.equal(cache, written)
-        unused = torch.ones(cache.shape[0] * PAGE, dtype=torch.bool)
+        assert torch.equal(cache.latents, written)
+        unused = torch.ones(written.shape[0] * PAGE, dtype=torch.bool)
         unused[self.slots()] = False
-        assert torch.equal(cache.flatten(0, 1)[unused], torch.zeros(int(unused.sum()), cache.shape[-1]))
+        assert torch.equal(written.flatten(0, 1)[unused], torch.zeros(int(unused.sum()), written.shape[-1]))
+        cache.latents.zero_()
+        mla.store(x, rotation, cache, self.slots())
+        torch.testing.assert_close(cache.latents, written, rtol=0, atol=1e-6)
 
     def test_decode_and_prefill_rows_of_one_step(self) -> None:
         """Rows 100 to 129 run as decode rows, before them in the batch but for the chunk of rows 0 to 99's sake."""
         mla, x, cache, rope = self.layer("tiny-deepseek_v3-yarn", torch.float32)
         n, order = self.LENGTH, torch.cat((torch.arange(100, 130), torch.arange(100)))
-        whole = AttentionBatch(self.slots(), 0, None, PrefillRows([0, n], [0, n], self.slots()))
-        want = mla(x, rope(torch.arange(n)), cache, whole)
+        whole = AttentionBatch(self.slots(), (), PrefillRows([0, n], [0, n], self.slots()))
+        want, _ = mla(x, rope(torch.arange(n)), cache, whole, None)
         chunk = PrefillRows([0, 100], [0, 100], self.slots()[:100])
-        mixed = AttentionBatch(self.slots()[order], 30, self.decode_rows(100, n), chunk)
-        cache.zero_()
-        got = mla(x[order], rope(order), cache, mixed)
+        mixed = AttentionBatch(self.slots()[order], self.decode_rows(100, n), chunk)
+        cache.latents.zero_()
+        got, _ = mla(x[order], rope(order), cache, mixed, None)
         torch.testing.assert_close(got, want[order], rtol=0, atol=1e-5)
