@@ -53,8 +53,11 @@ class EngineConfig(Settings):
     topk_backend: Literal["auto", "torch", "flashinfer", "flashinfer_unfused"] = Field(
         default="auto", description="sparse attention: who selects positions from the indexer's scores"
     )
-    topk_tie_break: Literal["small", "large"] = Field(
-        default="small", description="which of equally scored positions are kept: the first or the last"
+    topk_deterministic: bool = Field(
+        default=True, description="positions are listed in order, the same on every run; torch always does"
+    )
+    topk_tie_break: Literal["none", "small", "large"] = Field(
+        default="small", description="which of equally scored positions are kept: any, the first or the last"
     )
     topk_exchange: Literal["replicated", "leader", "sharded"] = Field(
         default="replicated",
@@ -94,6 +97,16 @@ class EngineConfig(Settings):
             raise ValueError(
                 f"num_draft_tokens ({self.num_draft_tokens}) and the token they follow do not fit a step of "
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) rows: raise it, or draft fewer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_select_alike(self) -> "EngineConfig":
+        alike = self.topk_deterministic and self.topk_tie_break != "none"
+        if self.parallel.tp_size > 1 and self.topk_exchange == "replicated" and not alike:
+            raise ValueError(
+                "topk_exchange replicated lets every rank select for itself, which needs topk_deterministic and a "
+                "topk_tie_break of small or large: set those, or use topk_exchange leader or sharded"
             )
         return self
 

@@ -10,7 +10,7 @@ from configs.model import ModelConfig
 from layers.attention.backend import AttentionBatch, PrefillRows, make_attention_backend
 from layers.attention.index_cache import make_index_key_format
 from layers.attention.mla import LayerCache
-from layers.attention.topk import make_topk_backend
+from layers.attention.topk_backends import make_topk_backend
 from layers.context import LayerContext, SparseContext
 from layers.models.decoder import Decoder, mtp_copies
 from layers.moe.backend import make_moe_backend
@@ -132,7 +132,9 @@ class ModelRunner:
             return None
         config = self.config
         return SparseContext(
-            make_topk_backend(config.topk_backend, config.topk_tie_break, self.device),
+            make_topk_backend(
+                config.topk_backend, indexer.top_k, config.topk_tie_break, config.topk_deterministic, self.device
+            ),
             config.topk_exchange,
             make_index_key_format(config.index_cache_dtype, indexer.head_dim, self.dtype),
         )

@@ -1,7 +1,8 @@
 """Top-k selection with page-table transform: from an indexer's scores to the cache slots that a row attends to.
 
 Of each row the k best of its visible positions are selected, and written twice: as positions (raw, counted from the
-row's start) and as physical cache slots. Positions ascend, whatever the backend, so that ranks and routes agree.
+row's start) and as physical cache slots. Deterministic backends list positions in ascending order, so that ranks and
+routes agree.
 """
 
 from dataclasses import dataclass, field
@@ -9,9 +10,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from configs.base import ConfigError
-
-TieBreak = Literal["small", "large"]
+TieBreak = Literal["none", "small", "large"]
 
 
 @dataclass
@@ -92,7 +91,7 @@ class TopKBackend(Protocol):
 
     def select(self, scores: torch.Tensor, metadata: TopKMetadata, physical: torch.Tensor, raw: torch.Tensor) -> None:
         """Writes whole rows of physical and raw [rows, k] int32, contiguous, the caller's: the min(length, k) selected
-        in ascending order of position, then -1.
+        (deterministic backends: in ascending order of position), then -1.
 
         scores [rows, width] float32; rows may be padded (a view), and are not copied. What stands at positions that a
         row does not see, or in a row of no more than k positions, does not matter. Free of NaN otherwise.
@@ -100,13 +99,13 @@ class TopKBackend(Protocol):
 
 
 class TorchTopK:
-    """The reference. Of equal scores the first (small) or the last (large) positions are kept."""
+    """The reference, always deterministic. Of equal scores the last (large) or the first positions are kept."""
 
+    name = "torch"
     needs_plan = False
 
     def __init__(self, tie_break: TieBreak) -> None:
-        self.name = "torch"
-        self.tie_break = tie_break
+        self._keeps_last = tie_break == "large"
 
     def select(self, scores: torch.Tensor, metadata: TopKMetadata, physical: torch.Tensor, raw: torch.Tensor) -> None:
         k = metadata.k
@@ -117,15 +116,15 @@ class TorchTopK:
             visible = (columns >= starts) & (columns < starts + lengths)
         else:
             visible = columns < lengths
-        raw.fill_(-1)
         if scores.shape[1] > k:
             visible = torch.where(lengths > k, self._best(scores, visible, k), visible)
-        rows, chosen = visible.nonzero(as_tuple=True)  # by row, then ascending
-        rank = visible.cumsum(-1, dtype=torch.int32)[rows, chosen] - 1
-        positions = chosen.int()
+        # Each chosen column goes to its rank among them, all others to one place past the end: no size depends on
+        # values, so that a CUDA graph can hold this.
+        rank = torch.where(visible, visible.cumsum(-1) - 1, k)
+        ranked = raw.new_full((raw.shape[0], k + 1), -1).scatter_(1, rank, columns.expand_as(rank))
         if metadata.row_starts is not None:
-            positions = positions - metadata.row_starts[rows]
-        raw[rows, rank] = positions
+            ranked = torch.where(ranked < 0, ranked, ranked - metadata.row_starts[:, None])
+        raw.copy_(ranked[:, :k])
         translate(raw, metadata, physical)
 
     def _best(self, scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
@@ -135,10 +134,10 @@ class TorchTopK:
         above = seen > least
         equal = (seen == least) & visible
         needed = k - above.sum(-1, keepdim=True)
-        if self.tie_break == "small":
-            order = equal.cumsum(-1, dtype=torch.int32)
-        else:
+        if self._keeps_last:
             order = equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
+        else:
+            order = equal.cumsum(-1, dtype=torch.int32)
         return above | (equal & (order <= needed))
 
 
@@ -159,13 +158,6 @@ def translate(raw: torch.Tensor, metadata: TopKMetadata, physical: torch.Tensor)
         pages = metadata.page_table[metadata.row_to_table[:, None].long(), entries.long()]
     slots = (pages << shift) | (position & (metadata.page_size - 1))
     torch.where(raw < 0, raw, slots, out=physical)
-
-
-def make_topk_backend(name: str, tie_break: TieBreak, device: torch.device) -> TopKBackend:
-    """The backend of that name; `auto` is the torch reference. Raises ConfigError for one that cannot run here."""
-    if name in ("auto", "torch"):
-        return TorchTopK(tie_break)
-    raise ConfigError(f"topk_backend {name!r} is not known")
 
 
 def _shape(tensor: torch.Tensor | None) -> list[int] | None:

@@ -15,7 +15,7 @@ from workers.step import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-FOLDERS = oracle_folders("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+FOLDERS = oracle_folders() + oracle_folders(quantised=True)
 TOLERANCE = 1e-4
 PROMPTS = ["In the beginning God", "And the LORD said unto Moses,", "Blessed are the", "And David"]
 CACHE = 256 << 20
@@ -92,3 +92,31 @@ def test_the_cache_takes_the_memory_fraction(tiny_model: Path) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         used = ready.num_pages * ready.page_bytes
     assert 0.4 * total < used < 0.5 * total
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_drafts_change_nothing(tiny_model: Path, drafts: int) -> None:
+    """Greedy and seeded, short and past index_topk; and as many drafts are accepted as on a CPU."""
+    prompts = [*PROMPTS, " ".join(PROMPTS * 12)]
+    for params in (
+        SamplingParams(temperature=0, max_tokens=90, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=60, ignore_eos=True),
+    ):
+        texts = []
+        for count in (0, drafts):
+            settings = {"device": "cuda", "dtype": "float32", "kv_cache_bytes": CACHE, "draft_policy": "fixed"}
+            with LLM(tiny_model, num_draft_tokens=count, **settings) as llm:
+                texts.append([done.token_ids for done in llm.generate(prompts, params)])
+                stats = llm.engine.stats
+        assert texts[0] == texts[1]
+        assert stats is not None
+        assert sum(stats.accepted_per_position) / stats.verifications > (0.6, 1.0, 1.3)[drafts - 1]
+
+
+@pytest.mark.parametrize("exchange", ["replicated", "leader", "sharded"])
+def test_two_ranks_with_every_exchange(exchange: str) -> None:
+    gpus(2)
+    for folder in oracle_folders("deepseek_v32", "glm_moe_dsa"):
+        settings = {"device": "cuda", "dtype": "float32", "kv_cache_bytes": CACHE}
+        with LLM(folder, tp=2, topk_exchange=exchange, **settings) as llm:
+            check_logits(llm, load_reference(folder).prompts)

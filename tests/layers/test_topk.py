@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from configs.base import ConfigError
-from layers.attention.topk import TopKMetadata, TorchTopK, make_topk_backend, translate
+from layers.attention.topk import TopKMetadata, TorchTopK, translate
+from layers.attention.topk_backends import make_topk_backend
 
 CPU = torch.device("cpu")
 POISON = 987_654
@@ -173,6 +174,7 @@ def test_translation_keeps_minus_one() -> None:
 
 
 def test_backends_by_name() -> None:
-    assert [make_topk_backend(name, "small", CPU).name for name in ("auto", "torch")] == ["torch", "torch"]
+    names = [make_topk_backend(name, 2048, "small", True, CPU).name for name in ("auto", "torch")]
+    assert names == ["torch", "torch"]
     with pytest.raises(ConfigError, match="topk_backend 'fast' is not known"):
-        make_topk_backend("fast", "small", CPU)
+        make_topk_backend("fast", 2048, "small", True, CPU)
