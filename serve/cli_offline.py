@@ -22,6 +22,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     generate.add_argument("--seed", type=int, help="of every prompt's random draws")
     generate.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     generate.add_argument("--num-draft-tokens", type=int, default=0, help="speculative tokens a step (MTP)")
+    generate.add_argument("--draft-policy", choices=["adaptive", "fixed"], default="adaptive", help="how many to draft")
     generate.set_defaults(run=_generate)
 
     logits = commands.add_parser("logits", help="write teacher-forced logits to a safetensors file")
@@ -46,7 +47,7 @@ def _generate(args: argparse.Namespace) -> int:
     params = SamplingParams(
         temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos
     )
-    with _llm(args, num_draft_tokens=args.num_draft_tokens) as llm:
+    with _llm(args, num_draft_tokens=args.num_draft_tokens, draft_policy=args.draft_policy) as llm:
         for future in llm.submit(prompts, params):
             done = future.result()
             line = {
@@ -55,6 +56,8 @@ def _generate(args: argparse.Namespace) -> int:
                 "text": done.text,
                 "finish_reason": done.finish_reason,
             }
+            if args.num_draft_tokens:
+                line |= {"num_drafted": done.num_drafted, "num_accepted": done.num_accepted}
             print(json.dumps(line), flush=True)
     return 0
 

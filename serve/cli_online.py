@@ -34,6 +34,8 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     serve.add_argument("--max-num-seqs", type=int, help="sequences that run at a time")
     serve.add_argument("--max-num-batched-tokens", type=int, help="rows of one step")
     serve.add_argument("--kv-cache-bytes", type=int, help="KV cache of each rank")
+    serve.add_argument("--num-draft-tokens", type=int, help="speculation: tokens that MTP drafts a step, at most")
+    serve.add_argument("--draft-policy", choices=["adaptive", "fixed"], help="how many of them a step drafts")
     serve.add_argument("--no-prefix-caching", action="store_true", help="never reuse cached prefixes")
     serve.set_defaults(run=_serve)
 
@@ -54,6 +56,8 @@ def serve_args(args: argparse.Namespace) -> dict[str, Any]:
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "kv_cache_bytes": args.kv_cache_bytes,
+        "num_draft_tokens": args.num_draft_tokens,
+        "draft_policy": args.draft_policy,
         "enable_prefix_caching": False if args.no_prefix_caching else None,
     }
     given = {name: value for name, value in engine.items() if value is not None}
