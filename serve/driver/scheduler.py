@@ -167,7 +167,7 @@ class Scheduler:
         """Adds the decoding sequences if pages allow; drafts are dropped where pages or rows do not allow them."""
         ready = [seq for seq in self._running.values() if seq.can_decode]
         held = max((seq.num_drafts for seq in ready), default=0)
-        for verify, make in dict.fromkeys(((held, draft), (0, 0))):
+        for verify, make in dict.fromkeys(((held, draft), (0, draft), (0, 0))):
             rows = 1 + verify
             fitting = ready[: batch.budget // rows]
             growing = {seq: count for seq in fitting if (count := seq.pages_for_step(rows, make))}

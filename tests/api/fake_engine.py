@@ -20,6 +20,7 @@ class Script:
     error: Exception = field(default_factory=lambda: RuntimeError("secret detail"))
     pause_after: int | None = None
     cached: int = 0
+    rejected: int = 0  # drafts of each delta that were not accepted; with any, all tokens but a delta's last were drafts
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class FakeEngine:
                     finish_reason=reason if last else None,
                     stop_token_id=stop_id if last else None,
                     logprobs=logprobs,
+                    num_drafted=len(some) - 1 + script.rejected if script.rejected else 0,
+                    num_accepted=len(some) - 1 if script.rejected else 0,
                 )
             )
         return deltas

@@ -1,5 +1,6 @@
 """What a scrape shows."""
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -84,3 +85,22 @@ def test_aborts_have_no_latency(clock):
     samples = scrape(engine_metrics)
     assert samples["shoal_request_success_total", "abort"] == 1
     assert samples["shoal_e2e_request_latency_seconds_count",] == 0
+
+
+def test_speculation():
+    stats = msgspec.structs.replace(
+        STATS, max_drafts=3, chosen_drafts=2, accept_length=2.25, verifications=10, draft_tokens=25,
+        accepted_per_position=[8, 4, 1],
+    )  # fmt: skip
+    samples = scrape(EngineMetrics("tiny"), stats)
+    assert samples["shoal_spec_decode_num_drafts_total",] == 10
+    assert samples["shoal_spec_decode_num_draft_tokens_total",] == 25
+    assert samples["shoal_spec_decode_num_accepted_tokens_total",] == 13
+    positions = [samples["shoal_spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(3)]
+    assert positions == [8, 4, 1]
+    assert samples["shoal_spec_decode_accept_length",] == 2.25
+    assert samples["shoal_spec_decode_chosen_draft_tokens",] == 2
+
+
+def test_no_speculation_no_figures_of_it():
+    assert not [name for name, *_ in scrape(EngineMetrics("tiny"), STATS) if "spec_decode" in name]
