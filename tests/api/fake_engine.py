@@ -20,7 +20,9 @@ class Script:
     error: Exception = field(default_factory=lambda: RuntimeError("secret detail"))
     pause_after: int | None = None
     cached: int = 0
-    rejected: int = 0  # drafts of each delta that were not accepted; with any, all tokens but a delta's last were drafts
+    rejected: int = (
+        0  # drafts of each delta that were not accepted; with any, all tokens but a delta's last were drafts
+    )
 
 
 @dataclass(frozen=True)
