@@ -45,12 +45,12 @@ def test_indexers_select_the_same_positions(folder: Path) -> None:
 @every_oracle
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_two_ranks_agree(folder: Path, exchange: str, two_ranks: TwoRanks) -> None:
-    prompt = load_reference(folder).prompts[1]
+    short, prompt = load_reference(folder).prompts[:2]
     zero, one = two_ranks.call_all(folder, 1, "float32", "selections", prompt.ids, topk_exchange=exchange)
     check(zero, prompt)
     assert all(torch.equal(zero[layer], one[layer]) for layer in zero)
-    for chunk in (1000, 7, 1):
+    for chunk in (1000, 7):
         got = two_ranks.call(folder, 1, "float32", "logits", prompt.ids, chunk, topk_exchange=exchange)
         assert np.abs(got - prompt.logits.numpy()).max() <= TOLERANCE
-    decoded = two_ranks.call(folder, 1, "float32", "decoded_logits", prompt.ids, topk_exchange=exchange)
-    assert np.abs(decoded - prompt.logits.numpy()).max() <= TOLERANCE
+    decoded = two_ranks.call(folder, 1, "float32", "decoded_logits", short.ids, topk_exchange=exchange)
+    assert np.abs(decoded - short.logits.numpy()).max() <= TOLERANCE
