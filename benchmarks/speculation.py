@@ -37,6 +37,7 @@ def main() -> None:
         engines = []
         for k, policy in ENGINES:
             settings = {"device": args.device, "dtype": "float32", "enable_prefix_caching": False}
+            settings |= {"kv_cache_bytes": 512 << 20, "max_num_seqs": max(args.batches)}
             llm = stack.enter_context(LLM(MODEL, num_draft_tokens=k, draft_policy=policy, **settings))
             llm.generate(["And"], params)
             engines.append(llm)

@@ -7,7 +7,7 @@ import torch
 
 from configs.engine import PAGE_SIZE, EngineConfig
 from configs.model import ModelConfig
-from layers.attention.backend import AttentionBatch, PrefillRows, make_attention_backend
+from layers.attention.backend import AttentionBatch, PagedRows, PrefillRows, make_attention_backend
 from layers.attention.index_cache import make_index_key_format
 from layers.attention.mla import LayerCache
 from layers.attention.topk_backends import make_topk_backend
@@ -59,15 +59,15 @@ class ModelRunner:
         load_weights(self.model, config.model, progress)
         keys = context.sparse.keys if context.sparse is not None else None
         self.layout = CacheLayout.of(model_config, num_mtp, self.dtype, keys)
-        self.num_pages = pages_that_fit(config, self._free_memory(), self.layout.page_bytes, max_model_len)
-        self.caches: list[LayerCache] = []
         self.sampler = Sampler(
             config.max_num_seqs,
             model_config.vocab_size,
             device,
-            max_drafts=config.num_draft_tokens,
+            max_drafts=config.num_draft_tokens if tp.rank == 0 else 0,  # the others are told
             repeatable=config.seed is not None,
         )
+        self.num_pages = pages_that_fit(config, self._free_memory(), self.layout.page_bytes, max_model_len)
+        self.caches: list[LayerCache] = []
         self.scorer = PromptScorer(model_config.vocab_size)
 
     def start_cache(self, num_pages: int) -> None:
@@ -166,15 +166,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _widest_step(self) -> None:
-        """A prefill of as many rows as a step may have, into a throw-away cache."""
+        """A prefill of as many rows as a step may have, into a throw-away cache, and logits of all that can be
+        sampled; with sparse attention once more as one long chunk."""
         rows = min(self.config.max_num_batched_tokens, self.max_model_len)
-        pages = -(-rows // PAGE_SIZE)
-        caches = self.layout.allocate(pages, self.device)
+        caches = self.layout.allocate(-(-rows // PAGE_SIZE), self.device)
         ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
         slots = torch.arange(rows, device=self.device)
-        batch = AttentionBatch(slots, (), PrefillRows([0, rows], [0, rows], slots))
-        hidden = self.model(ids, slots, caches, batch)
-        self.model.logits(hidden[: self.config.max_num_seqs])
+        hidden = self.model(ids, slots, caches, AttentionBatch(slots, (), PrefillRows([0, rows], [0, rows], slots)))
+        self.model.logits(hidden[: self.config.max_num_seqs * (1 + self.config.num_draft_tokens)])
+        if self.model_config.indexer is not None:
+            table = torch.arange(-(-rows // PAGE_SIZE), dtype=torch.int32, device=self.device)[None]
+            chunk = PagedRows(table, (slots + 1).int(), rows, rows, start=0)
+            self.model(ids, slots, caches, AttentionBatch(slots, (chunk,)))
 
 
 def compute_dtype(setting: str, checkpoint: str, device: torch.device) -> torch.dtype:

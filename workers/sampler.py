@@ -43,7 +43,6 @@ class Sampler:
     ) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self._max_drafts = max_drafts
         self._repeatable = repeatable
         self._params: list[SamplingParams] = [SamplingParams()] * max_num_seqs
         self._stop_ids: list[list[int]] = [[]] * max_num_seqs
@@ -58,7 +57,8 @@ class Sampler:
         self.seed = table(torch.int64)
         self.num_prompt = table(torch.int64)
         self.rejects = table(torch.bool)  # whether drafts are taken by rejection sampling
-        self._draft_probs: torch.Tensor | None = None  # [slots, drafts, vocab], what drafts were sampled from
+        # What drafts were sampled from, [slots, drafts, vocab].
+        self._draft_probs = torch.zeros(max_num_seqs, max_drafts, vocab_size, device=device)
         self._penalties: PenaltyTables | None = None
 
     def admit(self, admission: Admission) -> None:
@@ -72,19 +72,14 @@ class Sampler:
         self.min_p[slot] = params.min_p
         self.seed[slot] = admission.seed
         self.num_prompt[slot] = admission.num_prompt
-        rejects = self._uses_rejection(params)
-        self.rejects[slot] = rejects
-        slots = len(self._params)
-        if rejects and self._draft_probs is None:
-            self._draft_probs = torch.zeros(slots, self._max_drafts, self.vocab_size, device=self.device)
+        self.rejects[slot] = self._uses_rejection(params)
         if params.has_penalties and self._penalties is None:
-            self._penalties = PenaltyTables(slots, self.vocab_size, self.device)
+            self._penalties = PenaltyTables(len(self._params), self.vocab_size, self.device)
         if self._penalties is not None:
             self._penalties.admit(admission)  # without penalties, too: the slot's last owner may have had some
 
     def _uses_rejection(self, params: SamplingParams) -> bool:
-        drawn = params.temperature > 0 and params.seed is None and not self._repeatable
-        return drawn and self._max_drafts > 0
+        return params.temperature > 0 and params.seed is None and not self._repeatable
 
     def verify(
         self,
@@ -109,7 +104,7 @@ class Sampler:
         if any(p.temperature > 0 for p in params):
             probs = self._probabilities(processed, params, slot_ids)
             weights = probs
-            if k and self._draft_probs is not None and any(self._uses_rejection(p) for p in params):
+            if k and any(self._uses_rejection(p) for p in params):
                 weights, passed = self._reject(probs, slot_ids, row_positions, drafts, num_drafts)
             drawn = draw(weights, self.seed[slot_ids, None].expand_as(row_positions), row_positions, _TARGET)
             picks = torch.where(self.temperature[slot_ids, None] > 0, drawn, picks)
@@ -135,7 +130,6 @@ class Sampler:
         """Rejection sampling of drafts made by `draft`: with target p and draft q a draft passes if u q < p, and in
         place of the first that does not a token of max(p - q, 0) is drawn. -> what to draw from in each row
         [n, 1 + k, vocab], and which drafts pass [n, k]. Rows of other requests keep their p."""
-        assert self._draft_probs is not None
         k = drafts.shape[1]
         counts = self.rejects[slot_ids, None] & (torch.arange(k, device=self.device) < num_drafts[:, None])
         q = self._draft_probs[slot_ids, :k] * counts[..., None]
@@ -157,7 +151,7 @@ class Sampler:
         tokens = processed.argmax(-1).squeeze(1)
         if any(p.temperature > 0 for p in params):
             probs = self._probabilities(processed, params, slot_ids).squeeze(1)
-            if self._draft_probs is not None:
+            if any(self._uses_rejection(p) for p in params):
                 self._draft_probs[slot_ids, index] = probs
             stream = torch.where(self.rejects[slot_ids], _DRAFT, _TARGET)
             drawn = draw(probs, self.seed[slot_ids], positions, stream)

@@ -150,9 +150,10 @@ class Scheduler:
 
     def _plan_decodes(self, batch: Batch) -> bool:
         """Adds the decoding sequences; returns whether others had to be preempted to give them pages."""
-        num_decoding = max(1, sum(seq.decoding for seq in self._running.values()))
+        num_decoding = sum(seq.can_decode for seq in self._running.values())
+        draft = self._drafts.choose(num_decoding) if num_decoding else self._drafts.chosen
         # Never so many that some sequences would have to sit out the next step.
-        draft = min(self._drafts.choose(num_decoding), max(0, self._max_rows // num_decoding - 1))
+        draft = min(draft, max(0, self._max_rows // max(num_decoding, 1) - 1))
         preempted = False
         while not self._try_decodes(batch, draft):
             victim = max(self._running.values(), key=lambda seq: seq.order)

@@ -4,6 +4,7 @@ import gzip
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from serve.llm import LLM, Completion
@@ -77,6 +78,23 @@ def test_answers_are_those_without_drafts(
     assert stats.draft_tokens > sum(stats.accepted_per_position) > 0
     assert sum(one.num_accepted for one in done) <= sum(stats.accepted_per_position)
     assert sum(one.num_drafted for one in done) == stats.draft_tokens
+
+
+def test_scores_are_those_without_drafts(llm: LLM, tiny_model: Path) -> None:
+    """Log-probabilities of answers, and of prompts computed in chunks."""
+    prompts, _ = requests(llm)
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1)
+    settings = {"device": "cpu", "dtype": "float32", "num_draft_tokens": 3, "draft_policy": "fixed"}
+    with LLM(tiny_model, max_num_batched_tokens=40, **settings) as engine:
+        drafted = engine.generate(prompts[:12], params)
+        raw = engine.logits(prompts[:2])
+    for got, want in zip(raw, llm.logits(prompts[:2]), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+    for done, plain in zip(drafted, llm.generate(prompts[:12], params), strict=True):
+        assert done.token_ids == plain.token_ids
+        for mine, theirs in zip(done.logprobs, plain.logprobs, strict=True):
+            assert mine.top_ids == theirs.top_ids
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
 def test_accept_length(tiny_model: Path, llm: LLM) -> None:

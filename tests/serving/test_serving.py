@@ -86,6 +86,17 @@ async def _either_way(client: openai.AsyncOpenAI, index: int, prompt: str) -> st
     return "".join([chunk.choices[0].text async for chunk in stream])
 
 
+def test_speculation_shows_in_usage_and_metrics(client: openai.OpenAI, server: Server) -> None:
+    before = server.metric("shoal_spec_decode_num_accepted_tokens_total")
+    prompt = "And it came to pass, when Moses"
+    answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=60)
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    accepted = answer.usage.completion_tokens_details.accepted_prediction_tokens
+    assert accepted is not None and 0 < accepted < answer.usage.completion_tokens
+    assert server.metric("shoal_spec_decode_num_accepted_tokens_total") >= before + accepted
+    assert 1 < server.metric("shoal_spec_decode_accept_length") <= 3
+
+
 def test_cancelled_streams_give_back_slots_and_pages(client: openai.OpenAI, server: Server) -> None:
     handle = Client(APPLICATION)
     for _ in range(3):
