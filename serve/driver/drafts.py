@@ -1,7 +1,7 @@
 """How many tokens to draft: what was measured decides."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from statistics import median
 
 _WINDOW = 512  # verifications that acceptance is averaged over
@@ -18,8 +18,9 @@ class DraftPolicy:
     ... counts the tokens of a verification, a_j the share of j-th drafts accepted when those before were; t(b, k) is
     the median of the latest durations of steps that verified and made k drafts for each of b sequences (to a power of
     two) and had no prefill. A k whose t is not known is tried for some steps; later the neighbours of the best are,
-    now and then, so that figures stay fresh. Where more rows make a step longer than their drafts are worth, k = 0
-    wins, so that a busy server is not slowed down.
+    now and then, so that figures stay fresh. A new size begins with the figures of the nearest: where it is larger
+    they are too good to be true, and each k that they praise is soon measured. Where more rows make a step longer than
+    their drafts are worth, k = 0 wins, so that a busy server is not slowed down.
     """
 
     def __init__(self, max_drafts: int, *, adaptive: bool) -> None:
@@ -58,9 +59,9 @@ class DraftPolicy:
     def _bucket(self, num_decoding: int) -> "_Bucket":
         number = max(num_decoding, 1).bit_length()
         if number not in self._buckets:
-            nearest = min(self._buckets, key=lambda other: abs(other - number), default=None)
-            best = self.max_drafts if nearest is None else self._buckets[nearest].best
-            self._buckets[number] = _Bucket(self._candidates, best)
+            nearest = min(self._buckets, key=lambda other: (abs(other - number), other), default=None)
+            near = None if nearest is None else self._buckets[nearest]
+            self._buckets[number] = _Bucket(self._candidates, self.max_drafts, near)
         if number != self._current:
             self._buckets[number].stop_trial()
             self._current = number
@@ -77,11 +78,12 @@ class DraftPolicy:
 class _Bucket:
     """The costs at one size of batch, and what is being tried."""
 
-    def __init__(self, candidates: list[int], best: int) -> None:
+    def __init__(self, candidates: list[int], best: int, near: "_Bucket | None") -> None:
         self.costs: dict[int, deque[float]] = {k: deque(maxlen=_SAMPLES) for k in candidates}
-        self.best = best
+        self.best: int = best if near is None else near.best
+        self._borrowed: dict[int, float] = {} if near is None else near.known_costs()
         self._candidates = candidates
-        self._trial = best  # number of drafts tried last
+        self._trial = self.best  # number of drafts tried last
         self._left = 0  # steps of the trial to come
         self._wait = 0  # steps to the next trial
         self._up = False  # whether the neighbour tried last was the one above
@@ -90,9 +92,9 @@ class _Bucket:
         if self._left:
             self._left -= 1
             return self._trial
-        known = [k for k in self._candidates if len(self.costs[k]) >= _ENOUGH]
+        known = self.known_costs()
         if known:
-            self.best = max(known, key=lambda k: expected_tokens(k) / median(self.costs[k]))
+            self.best = max(known, key=lambda k: expected_tokens(k) / known[k])
         self._wait -= 1
         # What is unknown is tried at once, unless the last trial could not be measured (all its steps had prefill).
         due = self._wait <= 0 or (len(known) < len(self._candidates) and self._trial in known)
@@ -101,7 +103,12 @@ class _Bucket:
             return trial
         return self.best
 
-    def _next_trial(self, known: list[int]) -> int | None:
+    def known_costs(self) -> dict[int, float]:
+        """Seconds of a step by number of drafts: measured here, else borrowed."""
+        measured = {k: median(costs) for k, costs in self.costs.items() if len(costs) >= _ENOUGH}
+        return self._borrowed | measured
+
+    def _next_trial(self, known: Collection[int]) -> int | None:
         unknown = [k for k in self._candidates if k not in known]
         if unknown:
             return min(unknown, key=lambda k: abs(k - self.best))

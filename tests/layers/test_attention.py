@@ -1,7 +1,5 @@
 """The torch attention backend against one row at a time in float64, and MLA absorbed against expanded."""
 
-import math
-
 import pytest
 import torch
 
@@ -31,8 +29,8 @@ def generator(seed: int) -> torch.Generator:
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """One head of one row in float64: q [d], k [n, d], v [n, dv] -> [dv]."""
-    weights = [math.exp(score) for score in ((k.double() @ q.double()) * scale).tolist()]
-    return sum((w * row for w, row in zip(weights, v.double(), strict=True)), torch.zeros(())) / sum(weights)
+    weights = ((k.double() @ q.double()) * scale).exp()
+    return weights @ v.double() / weights.sum()
 
 
 class PagedCache:
@@ -94,10 +92,10 @@ def test_decode_of_mixed_lengths(heads: int) -> None:
     check_decode([129, 1, 64, 2, 127, 65, 300, 63, 128], heads, seed=500)
 
 
-@every_head_count
-@pytest.mark.parametrize("per_sequence", [2, 3, 4])
+@pytest.mark.parametrize("heads", [1, 4, 8, 16, 20, 64, 128])
+@pytest.mark.parametrize("per_sequence", [1, 2, 3, 4])
 def test_verified_rows_see_one_position_more_each(heads: int, per_sequence: int) -> None:
-    check_decode([129, 4, 64, 65, 127], heads, seed=520, per_sequence=per_sequence)
+    check_decode([129, 4, 64, 65], heads, seed=520, per_sequence=per_sequence)
 
 
 def test_a_row_that_sees_nothing_gives_zeros() -> None:

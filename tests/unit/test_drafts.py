@@ -100,6 +100,21 @@ def test_it_follows_the_load() -> None:
         assert run(policy, crossing, 0.8, 100, 600).most_common(1)[0][0] == best_of(crossing, 0.8, 100, 3) == 0
 
 
+def test_a_new_size_of_batch_is_not_explored_from_nothing() -> None:
+    """Batches of 16, of 8 and of 1 cost alike: what was learnt at one holds for the others at once."""
+    policy = DraftPolicy(3, adaptive=True)
+    run(policy, memory_bound, 0.9, 16, 300)
+    for sequences in (8, 1):
+        assert run(policy, memory_bound, 0.9, sequences, 100)[3] >= 94
+
+
+def test_at_a_larger_size_a_wrong_start_is_soon_corrected() -> None:
+    policy = DraftPolicy(3, adaptive=True)
+    run(policy, crossing, 0.8, 1, 300)
+    chosen = run(policy, crossing, 0.8, 120, 100)
+    assert chosen[0] >= 60
+
+
 def test_it_follows_acceptance() -> None:
     policy = DraftPolicy(3, adaptive=True)
     run(policy, memory_bound, 0.9, 4, 500)
