@@ -23,6 +23,6 @@ PROMPTS = [
 
 @pytest.fixture(scope="session")
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    """The shipped model on one rank, with defaults."""
-    with LLM(tiny_model, dtype="float32", device="cpu") as engine:
+    """The shipped model on one rank, with defaults but for a shorter context."""
+    with LLM(tiny_model, dtype="float32", device="cpu", max_model_len=512) as engine:
         yield engine

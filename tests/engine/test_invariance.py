@@ -10,7 +10,8 @@ from workers.step import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-PAGE_BYTES = 4 * 64 * 576 * 4  # layers x positions x numbers x float32 of the shipped model
+# layers x positions x (latent and index key) x float32 of the shipped model
+PAGE_BYTES = 4 * 64 * (576 + 128) * 4
 GREEDY = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, top_p=0.9, seed=7, max_tokens=60, ignore_eos=True)
 PENALISED = SamplingParams(
@@ -44,7 +45,8 @@ def test_neighbours_of_other_kinds(llm: LLM, params: SamplingParams) -> None:
 @ALL_PARAMS
 def test_preemption(llm: LLM, tiny_model: Path, params: SamplingParams) -> None:
     """Seven pages for ten sequences of two pages each."""
-    with LLM(tiny_model, device="cpu", dtype="float32", kv_cache_bytes=7 * PAGE_BYTES) as small:
+    settings = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "kv_cache_bytes": 7 * PAGE_BYTES}
+    with LLM(tiny_model, **settings) as small:
         got = tokens(small.generate(PROMPTS, params))
         stats = small.engine.stats
     assert stats is not None and stats.preemptions > 0

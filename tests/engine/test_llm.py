@@ -68,7 +68,7 @@ def test_logprobs_are_those_of_the_logits(llm: LLM) -> None:
 
 
 def test_unusable_prompts_start_nothing(llm: LLM) -> None:
-    for bad in ([], [4096], [-1], list(range(128)), [True]):
+    for bad in ([], [4096], [-1], list(range(512)), [True]):
         with pytest.raises(ValueError, match="prompt 1"):
             llm.submit([[5, 6], bad], GREEDY)
     (after,) = llm.generate([[5, 6]], GREEDY)
@@ -84,7 +84,7 @@ def test_a_parameter_with_an_unknown_token_is_refused(llm: LLM, fields: dict[str
 
 def test_an_engine_that_cannot_hold_one_sequence_says_what_to_raise(tiny_model: Path) -> None:
     with pytest.raises(EngineDeadError, match=r"holds 64 tokens.*kv_cache_bytes"):
-        LLM(tiny_model, device="cpu", kv_cache_bytes=4 * 64 * 576 * 4)
+        LLM(tiny_model, device="cpu", kv_cache_bytes=4 * 64 * (576 + 128) * 4)
 
 
 def test_settings_that_cannot_work_fail_before_anything_starts(tiny_model: Path) -> None:

@@ -57,7 +57,7 @@ def plain(llm: LLM) -> list[tuple[list[int], str, str]]:
     ("drafts", "policy", "settings"),
     [
         (1, "fixed", {}),
-        (2, "fixed", {"kv_cache_bytes": 24 * PAGE_BYTES, "max_num_batched_tokens": 90}),
+        (2, "fixed", {"kv_cache_bytes": 12 * PAGE_BYTES, "max_num_batched_tokens": 200}),
         (3, "fixed", {"kv_cache_bytes": 64 * PAGE_BYTES, "enable_prefix_caching": False}),
         (3, "adaptive", {"max_num_batched_tokens": 100, "max_inflight_steps": 1}),
         (2, "fixed", {"tp": 2, "kv_cache_bytes": 64 * PAGE_BYTES, "max_num_batched_tokens": 300}),
@@ -73,11 +73,30 @@ def test_answers_are_those_without_drafts(
         stats = engine.engine.stats
     assert answers(done) == plain
     assert stats is not None
-    assert (stats.preemptions > 0) == (settings.get("kv_cache_bytes") == 24 * PAGE_BYTES)
+    assert (stats.preemptions > 0) == (settings.get("kv_cache_bytes") == 12 * PAGE_BYTES)
     assert (stats.prefix_hits > 0) == settings.get("enable_prefix_caching", True)
     assert stats.draft_tokens > sum(stats.accepted_per_position) > 0
     assert sum(one.num_accepted for one in done) <= sum(stats.accepted_per_position)
     assert sum(one.num_drafted for one in done) == stats.draft_tokens
+
+
+def test_answers_up_to_the_end_of_the_context(llm: LLM, tiny_model: Path) -> None:
+    """Steps that end sequences at max_model_len verify and draft past it; its 130 positions end just inside a page, and
+    just past index_topk."""
+    prompts, _ = requests(llm)
+    cut = [
+        (prompt * 40)[:length] for prompt, length in zip(prompts, (1, 100, 125, 126, 127, 128, 129) * 2, strict=False)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    texts = []
+    for drafts in (0, 3):
+        settings = {"device": "cpu", "dtype": "float32", "max_model_len": 130, "kv_cache_bytes": 12 * PAGE_BYTES}
+        with LLM(tiny_model, num_draft_tokens=drafts, draft_policy="fixed", **settings) as engine:
+            done = engine.generate(cut, params)
+        assert [len(one.prompt_token_ids) + len(one.token_ids) for one in done] == [130] * len(cut)
+        assert {one.finish_reason for one in done} == {"length"}
+        texts.append([one.token_ids for one in done])
+    assert texts[0] == texts[1]
 
 
 def test_scores_are_those_without_drafts(llm: LLM, tiny_model: Path) -> None:
