@@ -9,6 +9,8 @@ import pytest
 
 from serve.llm import LLM, Completion
 from tests import REPOSITORY
+from tests.engine import test_invariance as invariance
+from tests.engine.conftest import PROMPTS
 from workers.step import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -40,7 +42,7 @@ def requests(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
             kind = {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
         elif i % 8 == 7:
             kind = {"temperature": 0.9, "top_p": 0.9, "seed": i, "presence_penalty": 0.3 * (i % 3)}
-        params.append(SamplingParams(max_tokens=rng.choice([1, 2, 3, 20, 30]), min_tokens=i % 3 and 1, **kind))
+        params.append(SamplingParams(max_tokens=rng.choice([1, 2, 3, 16, 24]), min_tokens=i % 3 and 1, **kind))
     return prompts, params
 
 
@@ -54,30 +56,42 @@ def plain(llm: LLM) -> list[tuple[list[int], str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("drafts", "policy", "settings"),
+    ("count", "drafts", "policy", "settings"),
     [
-        (1, "fixed", {}),
-        (2, "fixed", {"kv_cache_bytes": 12 * PAGE_BYTES, "max_num_batched_tokens": 200}),
-        (3, "fixed", {"kv_cache_bytes": 64 * PAGE_BYTES, "enable_prefix_caching": False}),
-        (3, "adaptive", {"max_num_batched_tokens": 100, "max_inflight_steps": 1}),
-        (2, "fixed", {"tp": 2, "kv_cache_bytes": 64 * PAGE_BYTES, "max_num_batched_tokens": 300}),
+        (100, 1, "fixed", {}),
+        (60, 2, "fixed", {"kv_cache_bytes": 9 * PAGE_BYTES, "max_num_batched_tokens": 70}),
+        (60, 3, "fixed", {"kv_cache_bytes": 64 * PAGE_BYTES, "enable_prefix_caching": False}),
+        (NUM_PROMPTS, 3, "adaptive", {"max_num_batched_tokens": 100, "max_inflight_steps": 1}),
+        (50, 2, "fixed", {"tp": 2, "kv_cache_bytes": 64 * PAGE_BYTES, "max_num_batched_tokens": 300}),
     ],
     ids=["1", "2 in a small cache and chunks", "3 without prefix cache", "adaptive", "tp 2"],
 )
 def test_answers_are_those_without_drafts(
-    llm: LLM, tiny_model: Path, plain: list, drafts: int, policy: str, settings: dict
+    llm: LLM, tiny_model: Path, plain: list, count: int, drafts: int, policy: str, settings: dict
 ) -> None:
     common = {"device": "cpu", "dtype": "float32", "max_model_len": 512}
     with LLM(tiny_model, num_draft_tokens=drafts, draft_policy=policy, **common | settings) as engine:
-        done = engine.generate(*requests(llm))
+        prompts, params = requests(llm)
+        done = engine.generate(prompts[:count], params[:count])
         stats = engine.engine.stats
-    assert answers(done) == plain
+    assert answers(done) == plain[:count]
     assert stats is not None
-    assert (stats.preemptions > 0) == (settings.get("kv_cache_bytes") == 12 * PAGE_BYTES)
     assert (stats.prefix_hits > 0) == settings.get("enable_prefix_caching", True)
     assert stats.draft_tokens > sum(stats.accepted_per_position) > 0
     assert sum(one.num_accepted for one in done) <= sum(stats.accepted_per_position)
     assert sum(one.num_drafted for one in done) == stats.draft_tokens
+
+
+def test_preemption(llm: LLM, tiny_model: Path) -> None:
+    """Seven pages for ten sequences of two pages each, greedy, seeded and penalised."""
+    kinds = [invariance.GREEDY, invariance.SEEDED, invariance.PENALISED]
+    params = [kinds[i % 3] for i in range(len(PROMPTS))]
+    settings = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "kv_cache_bytes": 7 * PAGE_BYTES}
+    with LLM(tiny_model, num_draft_tokens=2, draft_policy="fixed", **settings) as engine:
+        done = engine.generate(PROMPTS, params)
+        stats = engine.engine.stats
+    assert stats is not None and stats.preemptions > 0 and stats.draft_tokens > 0
+    assert answers(done) == answers(llm.generate(PROMPTS, params))
 
 
 def test_answers_up_to_the_end_of_the_context(llm: LLM, tiny_model: Path) -> None:
