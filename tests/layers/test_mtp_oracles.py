@@ -31,7 +31,7 @@ def one_rank(folder: Path, drafts: int) -> Rank:
 
 
 @every_oracle
-@pytest.mark.parametrize("chunk", [1000, 7, 1])
+@pytest.mark.parametrize("chunk", [1000, 7])
 def test_outputs_teacher_forced(folder: Path, chunk: int) -> None:
     for prompt in load_reference(folder).prompts:
         got = one_rank(folder, modules(folder)).mtp_outputs(prompt.ids, chunk)

@@ -13,7 +13,7 @@ from tests.oracles import PromptReference, load_reference, oracle_folders
 
 pytestmark = pytest.mark.slow
 
-FOLDERS = oracle_folders() + oracle_folders(quantised=True)
+FOLDERS, QUANTISED = oracle_folders(), oracle_folders(quantised=True)
 TOLERANCE = 1e-4  # of float32 logits, whose scale is about 8
 TIE = 1e-3  # a greedy margin below which another token is no error
 
@@ -28,6 +28,17 @@ def one_rank(folder: Path, dtype: str = "float32") -> Rank:
 
 def prompts(folder: Path) -> list[PromptReference]:
     return load_reference(folder).prompts
+
+
+@pytest.mark.parametrize("folder", QUANTISED, ids=lambda folder: folder.name)
+def test_quantised_checkpoints(folder: Path, two_ranks: TwoRanks) -> None:
+    for prompt in prompts(folder):
+        assert np.abs(one_rank(folder).logits(prompt.ids, 7) - prompt.logits.numpy()).max() <= TOLERANCE
+        split = two_ranks.call(folder, 2, "float32", "logits", prompt.ids, 1000)
+        assert np.abs(split - prompt.logits.numpy()).max() <= TOLERANCE
+        decided = prompt.num_decided(TIE)
+        got = one_rank(folder).greedy(prompt.prompt, len(prompt.greedy))
+        assert got[:decided] == prompt.greedy[:decided]
 
 
 @every_oracle
@@ -77,9 +88,9 @@ def test_two_ranks(folder: Path, ep_size: int, two_ranks: TwoRanks) -> None:
         assert greedy[:decided] == prompt.greedy[:decided]
 
 
-@pytest.mark.parametrize("folder", oracle_folders(), ids=lambda folder: folder.name)
+@every_oracle
 def test_two_ranks_token_by_token(folder: Path, two_ranks: TwoRanks) -> None:
-    prompt = prompts(folder)[1]
+    prompt = prompts(folder)[0]
     got = two_ranks.call(folder, 2, "float32", "decoded_logits", prompt.ids)
     assert np.abs(got - prompt.logits.numpy()).max() <= TOLERANCE
 

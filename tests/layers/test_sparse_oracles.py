@@ -42,7 +42,7 @@ def test_indexers_select_the_same_positions(folder: Path) -> None:
         check(one_rank(folder).selections(prompt.ids), prompt)
 
 
-@every_oracle
+@pytest.mark.parametrize("folder", oracle_folders(*TYPES) or FOLDERS, ids=lambda folder: folder.name)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_two_ranks_agree(folder: Path, exchange: str, two_ranks: TwoRanks) -> None:
     short, prompt = load_reference(folder).prompts[:2]
