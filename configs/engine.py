@@ -101,6 +101,14 @@ class EngineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _kernels_have_a_gpu(self) -> "EngineConfig":
+        if self.device == "cpu" and self.topk_backend.startswith("flashinfer"):
+            raise ValueError(
+                f"topk_backend {self.topk_backend!r} needs a GPU, and device is cpu: use 'auto' or 'torch'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_select_alike(self) -> "EngineConfig":
         alike = self.topk_deterministic and self.topk_tie_break != "none"
         if self.parallel.tp_size > 1 and self.topk_exchange == "replicated" and not alike:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from statistics import median
 
-_WINDOW = 512  # verifications that acceptance is averaged over
+_WINDOW = 100  # verifications that acceptance is averaged over: few, so that a trial can tell that it has changed
 _SAMPLES = 15  # steps that a cost is the median of
 _ENOUGH = 3  # steps without which a cost is not known
 _TRIAL = 6  # steps that a number of drafts is tried for; the first two have another one before or after them
