@@ -100,6 +100,8 @@ class Decoder(nn.Module):
             return "MTP module's copy of the embedding or the head"
         if layer and ".self_attn.indexer." in name and self._specs[int(layer["layer"])].attention == "dsa_shared":
             return "indexer of a layer that shares an earlier one's selection"
+        if name.endswith((".k_scale", ".v_scale")):
+            return "scale of a quantised KV cache (ours is in the compute type)"
         if name.endswith("rotary_emb.inv_freq"):
             return "rotary frequencies (computed)"
         if name == "lm_head.weight" and self.config.tie_word_embeddings:

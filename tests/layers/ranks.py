@@ -124,6 +124,12 @@ class Rank:
         hidden = [torch.cat(parts)[: len(ids) - 1 - k] for k, parts in enumerate(states[1:])]
         return [(h.numpy(), module.logits(h).numpy()) for h, module in zip(hidden, model.mtp, strict=True)]
 
+    def mtp_entries(self, module: int, count: int) -> torch.Tensor:
+        """What an MTP module's cache holds of the first `count` positions of the sequence: [count, cache_dim]."""
+        cache = self.runner.caches[len(self.runner.model_config.layers) + module].latents.flatten(0, 1)
+        slots = [self.pages[position // 64] * 64 + position % 64 for position in range(count)]
+        return cache[slots].clone()
+
     def chain(self, ids: list[int], chunk: int, share_selection: bool) -> list[int]:
         """The token after `ids`, prefilled `chunk` positions at a time, and the drafts after it."""
         assert self.runner.drafter is not None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from layers.parallel import TensorParallel
 from tests.layers.ranks import Rank, TwoRanks
@@ -18,6 +19,7 @@ CHAIN = 3
 
 ALL = oracle_folders() + oracle_folders(quantised=True)
 FOLDERS = [folder for folder in ALL if load_reference(folder).prompts[0].mtp]
+PLAIN = [folder for folder in FOLDERS if folder in oracle_folders()]
 every_oracle = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
@@ -48,6 +50,29 @@ def test_drafts_of_a_step(folder: Path, chunk: int) -> None:
     for prompt in load_reference(folder).prompts:
         got = one_rank(folder, drafts).chain(prompt.ids, chunk, share_selection=False)
         assert got == prompt.chain[: 1 + drafts]
+
+
+@pytest.mark.parametrize("folder", PLAIN, ids=lambda folder: folder.name)
+def test_accepted_positions_hold_what_teacher_forcing_gives(folder: Path) -> None:
+    """After steps that accepted and rejected drafts, the first module's entries come from the model's hidden states and
+    the real tokens, none from a draft step."""
+    rank, prompt = one_rank(folder, modules(folder)), load_reference(folder).prompts[0]
+    ids = prompt.prompt + rank.greedy(prompt.prompt, 40)
+    got = rank.mtp_entries(0, len(ids) - 1)
+    rank.mtp_outputs(ids, 1000)
+    torch.testing.assert_close(got, rank.mtp_entries(0, len(ids) - 1), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("folder", PLAIN, ids=lambda folder: folder.name)
+def test_prompt_positions_hold_what_teacher_forcing_gives(folder: Path) -> None:
+    """In every module, across the ends of chunks, where the tokens that follow are known."""
+    rank, prompt = one_rank(folder, modules(folder)), load_reference(folder).prompts[1]
+    rank.logits(prompt.ids, 7)
+    count = len(prompt.ids) - modules(folder)
+    got = [rank.mtp_entries(module, count) for module in range(modules(folder))]
+    rank.mtp_outputs(prompt.ids, 1000)
+    for module, entries in enumerate(got):
+        torch.testing.assert_close(entries, rank.mtp_entries(module, count), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("folder", [f for f in FOLDERS if "share" in f.name], ids=lambda folder: folder.name)

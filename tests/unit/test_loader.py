@@ -145,6 +145,8 @@ def test_remapping_a_file_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tensors_without_use_here_are_skipped(checkpoint: Callable[..., Path]) -> None:
     def edit(tensors: Tensors) -> None:
         assert any(name.startswith("model.layers.3.") for name in tensors)  # the MTP module
+        tensors["model.layers.1.self_attn.k_proj.k_scale"] = torch.ones(())
+        tensors["model.layers.1.self_attn.v_proj.v_scale"] = torch.ones(())
         tensors["model.layers.3.self_attn.indexer.k_norm.bias"] = torch.zeros(2)
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
 
