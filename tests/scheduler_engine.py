@@ -45,12 +45,15 @@ class Engine:
         assert plan is not None
         return plan, self.receive()
 
-    def drain(self) -> list[RequestDelta]:
-        """Runs to the end, one plan in flight; returns the last deltas of all requests."""
+    def drain(self, depth: int = 1) -> list[RequestDelta]:
+        """Runs to the end, `depth` plans in flight; returns the last deltas of all requests."""
         last = []
-        while self.plan() is not None:
+        while True:
+            while len(self.outputs) < depth and self.plan() is not None:
+                pass
+            if not self.outputs:
+                return last
             last += [delta for delta in self.receive() if delta.finish_reason]
-        return last
 
     def check_rest(self) -> None:
         self.scheduler.check_integrity()

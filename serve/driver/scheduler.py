@@ -149,15 +149,22 @@ class Scheduler:
         return batch.plan(freed)
 
     def _plan_decodes(self, batch: Batch) -> bool:
-        """Adds the decoding sequences; returns whether others had to be preempted to give them pages."""
+        """Adds the decoding sequences; returns whether pages are so short that nobody may be admitted.
+
+        Where pages lack even without drafts, the step waits for plans in flight that may make room (drafts are
+        rejected, the only sequence ends) before a sequence gives up its own.
+        """
         num_decoding = sum(seq.can_decode for seq in self._running.values())
         draft = self._drafts.choose(num_decoding) if num_decoding else self._drafts.chosen
         # Never so many that some sequences would have to sit out the next step.
         draft = min(draft, max(0, self._max_rows // max(num_decoding, 1) - 1))
         preempted = False
         while not self._try_decodes(batch, draft):
+            is_alone = len(self._running) == 1
+            if self._in_flight and (is_alone or any(sent.verify for sent in self._in_flight)):
+                return True
             victim = max(self._running.values(), key=lambda seq: seq.order)
-            if len(self._running) == 1:
+            if is_alone:
                 self._fail(victim, self._no_room(len(victim.token_ids) + 1))
             else:
                 self._preempt(victim)

@@ -2,10 +2,12 @@
 
 import pytest
 
+from configs.engine import PAGE_SIZE
 from serve.driver.drafts import DraftPolicy
+from serve.driver.messages import AddRequest
 from tests.fake_workers import expected_output
 from tests.scheduler_engine import MAX_MODEL_LEN, Engine, prompt_of
-from workers.step import PrefillChunk
+from workers.step import PrefillChunk, SamplingParams, StepOutput
 
 
 def engine_with(drafts: int, **settings) -> Engine:
@@ -128,3 +130,43 @@ def test_a_worker_that_accepts_more_than_was_drafted_is_broken() -> None:
     engine.outputs[0].tokens[0][:] = [1, 2, 3, 4]
     with pytest.raises(RuntimeError, match="4 tokens for a sequence with 2 drafts"):
         engine.receive()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("drafts", [0, 1, 3, 5])
+@pytest.mark.parametrize("num_outputs", [60, 64, 65])
+def test_a_lone_sequence_ends_in_the_last_position_of_the_cache(num_outputs: int, drafts: int, depth: int) -> None:
+    """By a stop id, though it might have grown further: what is in flight may be that end, or be rejected."""
+    prompt, stop = prompt_and_stop(2 * PAGE_SIZE + 1 - num_outputs, num_outputs)
+    engine = engine_with(drafts, num_pages=2)
+    request = engine.add("a", prompt, stop=[stop])
+    assert [delta.finish_reason for delta in engine.drain(depth)] == ["stop"]
+    assert engine.tokens["a"] == expected_output(request, MAX_MODEL_LEN)[0]
+    assert engine.scheduler.take_failures() == []
+    engine.check_rest()
+
+
+def test_drafts_in_flight_are_waited_for_before_a_sequence_is_preempted() -> None:
+    engine = engine_with(1, num_pages=2, max_num_seqs=2, enable_prefix_caching=False)
+    for name in "ab":
+        engine.add(name, prompt_of(PAGE_SIZE - 2, ord(name)))
+    plans = []
+    for tokens in ([[1], [1]], [[2], [2]]):
+        plans.append(engine.scheduler.schedule())
+        if len(plans) == 2:
+            assert engine.scheduler.schedule() is None, "if both drafts are accepted the next tokens need pages"
+        engine.scheduler.update(StepOutput(plans[-1].step, tokens, [[], []], [], 0.1))
+    assert engine.scheduler.schedule().decode == [0, 1]
+    assert engine.scheduler.stats().preemptions == 0
+    assert engine.scheduler.schedule().freed == [1], "now it is known that both need one"
+
+
+def prompt_and_stop(length: int, num_outputs: int) -> tuple[list[int], int]:
+    """A prompt, and the token that is its `num_outputs`-th output and none before."""
+    for start in range(1000):
+        prompt = prompt_of(length, start)
+        params = SamplingParams(temperature=0, max_tokens=num_outputs)
+        *before, last = expected_output(AddRequest("", prompt, params), MAX_MODEL_LEN)[0]
+        if last not in before:
+            return prompt, last
+    raise AssertionError("no such prompt")
