@@ -14,6 +14,7 @@ from configs.base import ConfigError
 from configs.engine import ServeConfig
 from serve.chat_cli import run_chat
 from serve.hosting import EnginePlan
+from serve.tokenizer import Tokenizer
 
 APPLICATION = "shoal"
 _PHASES = ("Ray", "Serve's proxy", "replica and workers")
@@ -68,6 +69,7 @@ def _serve(args: argparse.Namespace) -> int:
     application_args = serve_args(args)
     config = ServeConfig.from_args(application_args)
     EnginePlan.make(config.engine)
+    Tokenizer(config.engine.model)  # what the replica needs, too, is refused now rather than there
     _check_port(args.host, args.port)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     print("starting Ray ...", flush=True)
