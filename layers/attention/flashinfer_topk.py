@@ -116,12 +116,3 @@ def check_version(name: str) -> None:
             f"topk_backend {name!r} needs flashinfer-python >= {MINIMUM_VERSION}, installed is {installed}: "
             "upgrade it, or use 'torch'"
         )
-
-
-def is_usable(k: int, device: torch.device) -> bool:
-    """Whether `make_flashinfer_topk` would succeed."""
-    try:
-        make_flashinfer_topk("flashinfer", k, "small", True, device)
-    except ConfigError:
-        return False
-    return True

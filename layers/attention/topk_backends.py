@@ -3,7 +3,7 @@
 import torch
 
 from configs.base import ConfigError
-from layers.attention.flashinfer_topk import is_usable, make_flashinfer_topk
+from layers.attention.flashinfer_topk import make_flashinfer_topk
 from layers.attention.topk import TieBreak, TopKBackend, TorchTopK
 
 
@@ -11,7 +11,10 @@ def make_topk_backend(name: str, k: int, tie_break: TieBreak, deterministic: boo
     """The backend of that name for selections of k; `auto` is FlashInfer's fused kernel where it can run, else torch.
     Raises ConfigError for one that cannot run here."""
     if name == "auto":
-        name = "flashinfer" if is_usable(k, device) else "torch"
+        try:
+            return make_flashinfer_topk("flashinfer", k, tie_break, deterministic, device)
+        except ConfigError:
+            return TorchTopK(tie_break)
     if name == "torch":
         return TorchTopK(tie_break)
     if name == "flashinfer":
