@@ -48,8 +48,11 @@ class EngineConfig(Settings):
     )
     enable_prefix_caching: bool = True
     max_inflight_steps: Literal[1, 2] = Field(default=2, description="2 = plan step N+1 while step N runs")
-    attention_backend: Literal["auto", "torch"] = "auto"
-    moe_backend: Literal["auto", "torch"] = "auto"
+    attention_backend: Literal["auto", "torch", "triton"] = "auto"
+    moe_backend: Literal["auto", "torch", "triton"] = "auto"
+    kernel_backend: Literal["auto", "torch", "triton"] = Field(
+        default="auto", description="norms, rotations, routing and the like between matmuls"
+    )
     topk_backend: Literal["auto", "torch", "flashinfer", "flashinfer_unfused"] = Field(
         default="auto", description="sparse attention: who selects positions from the indexer's scores"
     )

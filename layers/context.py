@@ -9,6 +9,7 @@ from layers.attention.backend import AttentionBackend
 from layers.attention.index_cache import IndexKeyFormat
 from layers.attention.topk import TopKBackend
 from layers.moe.backend import MoEBackend
+from layers.ops import Ops
 from layers.parallel import TensorParallel
 
 
@@ -21,6 +22,7 @@ class LayerContext:
     device: torch.device
     attention: AttentionBackend
     moe: MoEBackend
+    ops: Ops
     sparse: "SparseContext | None" = None
 
 

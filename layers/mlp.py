@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from layers.context import LayerContext
@@ -16,12 +15,12 @@ class MLP(nn.Module):
 
     def __init__(self, ctx: LayerContext, hidden_size: int, width: int) -> None:
         super().__init__()
+        self.ops = ctx.ops
         self.gate_up_proj = ColumnParallelLinear(ctx, hidden_size, {"gate_proj": width, "up_proj": width})
         self.down_proj = RowParallelLinear(ctx, width, hidden_size, "down_proj")
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return self.ops.silu_mul(self.gate_up_proj(x))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's share of the sum; the caller reduces."""

@@ -1,30 +1,33 @@
-"""Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+"""Root-mean-square normalisation of the residual stream."""
 
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from layers.context import LayerContext
+from layers.ops import Normed
 from layers.weights import Weight, empty_parameter
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight. [..., size] of any dtype -> float32, which linears cast for their matmul."""
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
 
-    def __init__(self, ctx: LayerContext, size: int, eps: float) -> None:
+    def __init__(self, ctx: LayerContext, size: int, eps: float, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: of the result; the compute type unless given."""
         super().__init__()
         self.eps = eps
-        self.fused = ctx.device.type == "cuda"  # F.rms_norm: one kernel on a GPU, a chain of slow ones on a CPU
+        self.ops = ctx.ops
+        self.dtype = dtype or ctx.dtype
         self.weight = empty_parameter(size, dtype=torch.float32, device=ctx.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.float()
-        if self.fused:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        mean_square = (x * x).sum(-1, keepdim=True) / x.shape[-1]
-        return x * torch.rsqrt(mean_square + self.eps) * self.weight
+        """[rows, size] -> [rows, size]."""
+        return self.ops.add_norm(x, None, self.weight, self.eps, self.dtype).out
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor | None, *, exact: bool = False) -> Normed:
+        """The norm of x + delta, and the sum itself, which x [rows, size] float32 may be overwritten with."""
+        return self.ops.add_norm(x, delta, self.weight, self.eps, self.dtype, exact=exact)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield Weight(f"{prefix}.weight", self.weight)

@@ -14,6 +14,10 @@ class Rotation(NamedTuple):
     turn: torch.Tensor
     interleaved: bool
 
+    def rows(self, start: int, stop: int) -> "Rotation":
+        """Of rows [start, stop)."""
+        return Rotation(self.turn[start:stop], self.interleaved)
+
 
 class RotaryEmbedding:
     """Looks up the rotation of each row's position in a table made once for `max_positions`."""

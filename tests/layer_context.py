@@ -8,6 +8,7 @@ from layers.attention.index_cache import PlainIndexKeys
 from layers.attention.topk import TorchTopK
 from layers.context import LayerContext, SparseContext
 from layers.moe.backend import TorchMoE
+from layers.ops import TorchOps
 from layers.parallel import TensorParallel
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def layer_context(
 ) -> LayerContext:
     """A context on the CPU; one rank unless told otherwise."""
     sparse = SparseContext(TorchTopK("small"), "replicated", PlainIndexKeys(index_dim, dtype))
-    return LayerContext(tp or TensorParallel(), dtype, CPU, TorchAttention(), TorchMoE(), sparse)
+    return LayerContext(tp or TensorParallel(), dtype, CPU, TorchAttention(), TorchMoE(), TorchOps(), sparse)
 
 
 def fill(module: nn.Module, *, seed: int) -> None:

@@ -7,13 +7,15 @@ import torch
 
 from configs.engine import PAGE_SIZE, EngineConfig
 from configs.model import ModelConfig
-from layers.attention.backend import AttentionBatch, PagedRows, PrefillRows, make_attention_backend
+from layers.attention.backend import AttentionBatch, PagedRows, PrefillRows
+from layers.attention.backends import make_attention_backend
 from layers.attention.index_cache import make_index_key_format
 from layers.attention.mla import LayerCache
 from layers.attention.topk_backends import make_topk_backend
 from layers.context import LayerContext, SparseContext
 from layers.models.decoder import Decoder, mtp_copies
 from layers.moe.backend import make_moe_backend
+from layers.ops import make_ops
 from layers.parallel import TensorParallel
 from workers.cache import CacheLayout, pages_that_fit
 from workers.drafter import Drafter
@@ -46,8 +48,15 @@ class ModelRunner:
             tp,
             self.dtype,
             device,
-            make_attention_backend(config.attention_backend),
-            make_moe_backend(config.moe_backend),
+            make_attention_backend(
+                config.attention_backend,
+                model_config.attention,
+                model_config.attention.num_heads // tp.size,
+                config.max_num_batched_tokens,
+                device,
+            ),
+            make_moe_backend(config.moe_backend, device),
+            make_ops(config.kernel_backend, device),
             self._sparse_context(),
         )
         self.backends = f"attention {context.attention.name}, experts {context.moe.name}"

@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from configs.base import ConfigError
 from configs.engine import PAGE_SIZE
 
 # Cache entries gathered at a time by the reference: bounds its temporary at a few hundred MB.
@@ -183,10 +182,3 @@ def _probabilities(scores: torch.Tensor) -> torch.Tensor:
     at 0 where softmax would give NaN."""
     weights = (scores - scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)).exp_()
     return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def make_attention_backend(name: str) -> AttentionBackend:
-    """The backend of that name; `auto` is the best that runs here. Raises ConfigError for an unknown one."""
-    if name in ("auto", "torch"):
-        return TorchAttention()
-    raise ConfigError(f"attention_backend {name!r} is not known: use 'auto' or 'torch'")

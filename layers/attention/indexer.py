@@ -16,12 +16,10 @@ from layers.attention.backend import AttentionBatch, PagedRows, Selection
 from layers.attention.topk import TopKMetadata
 from layers.context import LayerContext
 from layers.linear import ReplicatedLinear
-from layers.rotary import Rotation, rotate
+from layers.rotary import Rotation
 from layers.weights import Weight, empty_parameter
 
 _KEY_NORM_EPS = 1e-6
-# Head scores [rows, heads, positions] held at a time: bounds the reference's temporary at 128 MB.
-_SCORES_LIMIT = 1 << 25
 
 
 class Indexer(nn.Module):
@@ -33,6 +31,7 @@ class Indexer(nn.Module):
         if indexer is None or query_rank is None or ctx.sparse is None:
             raise ValueError("an indexer needs its config, a sparse context, and queries with a latent")
         self.tp = ctx.tp
+        self.ops = ctx.ops
         self.topk, self.exchange, self.key_format = ctx.sparse.topk, ctx.sparse.exchange, ctx.sparse.keys
         self.heads, self.head_dim, self.k = indexer.num_heads, indexer.head_dim, indexer.top_k
         self.rope_dim = config.attention.qk_rope_head_dim
@@ -58,7 +57,7 @@ class Indexer(nn.Module):
             if rows.max_length <= self.k:
                 chosen.append(None)
             else:
-                turn = Rotation(rotation.turn[span], rotation.interleaved)
+                turn = rotation.rows(span.start, span.stop)
                 chosen.append(self._agree(x[span], q_latent[span], turn, keys, rows))
         return tuple(chosen)
 
@@ -70,9 +69,8 @@ class Indexer(nn.Module):
         self.key_format.store(keys, slots, self._rotate(key[:, None], rotation).squeeze(1))
 
     def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Rotates the first rope_dim channels of [rows, heads, head_dim]."""
-        turned = rotate(x[..., : self.rope_dim], Rotation(rotation.turn, self.rope_interleaved))
-        return torch.cat((turned, x[..., self.rope_dim :]), dim=-1)
+        """Rotates the first rope_dim channels of [rows, heads, head_dim], maybe in place."""
+        return self.ops.rotate(x, Rotation(rotation.turn, self.rope_interleaved))
 
     def _agree(
         self, x: torch.Tensor, q_latent: torch.Tensor, rotation: Rotation, keys: torch.Tensor, rows: PagedRows
@@ -91,7 +89,7 @@ class Indexer(nn.Module):
         lo, n = min(self.tp.rank * full, count), mine.lengths.shape[0]
         if n:
             span = slice(lo, lo + n)
-            turn = Rotation(rotation.turn[span], rotation.interleaved)
+            turn = rotation.rows(span.start, span.stop)
             self._select(x[span], q_latent[span], turn, keys, mine, slots[:n])
         return self.tp.all_gather_rows(slots)[:count]
 
@@ -110,11 +108,9 @@ class Indexer(nn.Module):
         skip = rows.num_within(self.k)  # rows that take all they see, whatever the scores
         if skip < x.shape[0]:
             q = self.query_proj(q_latent[skip:]).view(-1, self.heads, self.head_dim)
-            q = self._rotate(q, Rotation(rotation.turn[skip:], rotation.interleaved))
+            q = self._rotate(q, rotation.rows(skip, x.shape[0]))
             gates = self.gate_proj(x[skip:]).float() * self.scale
-            index_scores(
-                q, gates, self.key_format.load(keys, table.flatten()), scores[skip:], rows.block_table.shape[0]
-            )
+            self.ops.index_scores(q, gates, self.key_format, keys, rows, skip, scores[skip:])
         metadata = TopKMetadata(
             table, rows.lengths, PAGE_SIZE, self.k, self.topk.needs_plan, row_to_table=rows.row_to_table
         )
@@ -127,31 +123,3 @@ class Indexer(nn.Module):
         yield from self.gate_proj.weights(prefix)
         yield Weight(f"{prefix}k_norm.weight", self.norm_weight)
         yield Weight(f"{prefix}k_norm.bias", self.norm_bias)
-
-
-def index_scores(
-    q: torch.Tensor, gates: torch.Tensor, keys: torch.Tensor, out: torch.Tensor, num_sequences: int
-) -> None:
-    """out[t, s] = sum_h gates[t, h] relu(q[t, h] . k[s]): the torch reference.
-
-    q [rows, heads, d]; gates [rows, heads] float32; keys [num_sequences * pages, page_size, d], the pages of each
-    sequence in order; out [rows, pages * page_size] float32. Sequences have equally many neighbouring rows.
-    """
-    rows, heads, dim = q.shape
-    keys = keys.view(num_sequences, -1, dim).transpose(1, 2)  # [sequences, d, positions]
-    n = rows // num_sequences
-    at_once = max(1, _SCORES_LIMIT // (heads * keys.shape[-1]))  # rows
-    if n > at_once:  # a long chunk: some of its rows at a time
-        for i in range(num_sequences):
-            for lo in range(i * n, (i + 1) * n, at_once):
-                span = slice(lo, min(lo + at_once, (i + 1) * n))
-                _score(q[span], gates[span], keys[i : i + 1], out[span])
-        return
-    for lo in range(0, num_sequences, max(1, at_once // n)):
-        hi = min(lo + max(1, at_once // n), num_sequences)
-        _score(q[lo * n : hi * n], gates[lo * n : hi * n], keys[lo:hi], out[lo * n : hi * n])
-
-
-def _score(q: torch.Tensor, gates: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
-    products = torch.bmm(q.reshape(keys.shape[0], -1, q.shape[-1]), keys).relu_().float()
-    torch.bmm(gates[:, None], products.view(*gates.shape, -1), out=out[:, None])

@@ -18,7 +18,7 @@ from layers.attention.indexer import Indexer
 from layers.context import LayerContext
 from layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from layers.norm import RMSNorm
-from layers.rotary import Rotation, rotate
+from layers.rotary import Rotation
 from layers.weights import Weight
 
 
@@ -37,6 +37,7 @@ class MLA(nn.Module):
         mla = config.attention
         self.config = mla
         self.backend = ctx.attention
+        self.ops = ctx.ops
         self.heads = mla.num_heads // ctx.tp.size
         self.query_rank = mla.q_lora_rank or 0
         down = {"q_a_proj": mla.q_lora_rank} if mla.q_lora_rank else {}
@@ -61,51 +62,63 @@ class MLA(nn.Module):
     ) -> tuple[torch.Tensor, Selection | None]:
         """x [rows, hidden]; the rows' entries are written to the cache. -> [rows, hidden], and the selection used:
         the one given, or the layer's own if none is."""
-        down = self.down_proj(x)
-        q_latent, latent, k_rope = down.split([self.query_rank, *self._entry_widths], dim=-1)
+        mla = self.config
+        q_latent, kv = self.down_proj(x).split([self.query_rank, mla.cache_dim], dim=-1)
         q_latent = self.q_norm(q_latent) if self.query_rank else x
-        q = self.q_proj(q_latent).view(-1, self.heads, self.config.qk_head_dim)
-        q_nope, q_rope = q.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
-        # One rotation for the queries' heads and the single key head.
-        turned = rotate(torch.cat((q_rope, k_rope[:, None]), dim=1), rotation)
-        self._write(cache, batch.cache_slots, latent, turned[:, -1])
+        q = self.q_proj(q_latent).view(-1, self.heads, mla.qk_head_dim)
+        q_rope = q[..., mla.qk_nope_head_dim :]
+        rows = x.shape[0]
+        paged = sum(group.lengths.shape[0] for group in batch.paged)
+        absorbed = q.new_empty(paged, self.heads, mla.cache_dim)
+        slots = batch.cache_slots
+        if paged:
+            turned = absorbed[..., mla.kv_lora_rank :]
+            self._store(q_rope[:paged], turned, kv[:paged], rotation.rows(0, paged), cache, slots[:paged])
+            self._absorb(q[:paged, :, : mla.qk_nope_head_dim], absorbed[..., : mla.kv_lora_rank])
+        if batch.prefill is not None:
+            q_rope = q_rope[paged:]
+            self._store(q_rope, q_rope, kv[paged:], rotation.rows(paged, rows), cache, slots[paged:])
         if selection is None and self.indexer is not None and cache.index_keys is not None:
             selection = self.indexer(x, q_latent, rotation, cache.index_keys, batch)
-        out = self._attend(q_nope, turned[:, :-1], cache.latents, batch, selection)
+        out = self._attend(absorbed, q[paged:], cache.latents, batch, selection)
         return self.o_proj(out.flatten(1)), selection
 
     def store(self, x: torch.Tensor, rotation: Rotation, cache: LayerCache, slots: torch.Tensor) -> None:
         """Only writes what later rows need of these: x [rows, hidden], cache slots [rows] int64."""
-        entry = F.linear(x.to(self.down_proj.weight.dtype), self.down_proj.weight[self.query_rank :])
-        latent, k_rope = entry.split(self._entry_widths, dim=-1)
-        self._write(cache, slots, latent, rotate(k_rope[:, None], rotation).squeeze(1))
+        kv = F.linear(x, self.down_proj.weight[self.query_rank :])
+        self._store(None, None, kv, rotation, cache, slots)
         if self.indexer is not None and cache.index_keys is not None:
             self.indexer.store(x, rotation, cache.index_keys, slots)
 
-    @property
-    def _entry_widths(self) -> list[int]:
-        return [self.config.kv_lora_rank, self.config.qk_rope_head_dim]
-
-    def _write(self, cache: LayerCache, slots: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor) -> None:
-        entries = torch.cat((self.kv_norm(latent).to(k_rope.dtype), k_rope), dim=-1)
-        cache.latents.view(-1, self.config.cache_dim).index_copy_(0, slots, entries)
+    def _store(
+        self,
+        q_rope: torch.Tensor | None,
+        turned: torch.Tensor | None,
+        kv: torch.Tensor,
+        rotation: Rotation,
+        cache: LayerCache,
+        slots: torch.Tensor,
+    ) -> None:
+        """Rotates queries' rope parts, and writes the rows' entries."""
+        entries = cache.latents.view(-1, self.config.cache_dim)
+        self.ops.rotate_and_store(q_rope, turned, kv, self.kv_norm.weight, self.kv_norm.eps, rotation, entries, slots)
 
     def _attend(
         self,
-        q_nope: torch.Tensor,
-        q_rope: torch.Tensor,
+        absorbed: torch.Tensor,
+        expanded: torch.Tensor,
         cache: torch.Tensor,
         batch: AttentionBatch,
         selection: Selection | None,
     ) -> torch.Tensor:
-        """Queries [rows, heads, nope] and [rows, heads, rope] -> [rows, heads, v]."""
+        """Queries of paged rows [paged, heads, cache_dim] and of others [rows, heads, qk] -> [all rows, heads, v]."""
         scale, value_dim = self.config.softmax_scale, self.config.kv_lora_rank
         parts = []
         row = 0
         for i, rows in enumerate(batch.paged):
             span = slice(row, row + rows.lengths.shape[0])
             row = span.stop
-            q = self._absorb(q_nope[span], q_rope[span])
+            q = absorbed[span]
             slots = selection[i] if selection is not None else None
             if slots is None:
                 latents = self.backend.decode(q, cache, rows, scale=scale, value_dim=value_dim)
@@ -113,9 +126,8 @@ class MLA(nn.Module):
                 latents = self.backend.sparse(q, cache, slots, scale=scale, value_dim=value_dim)
             parts.append(self._unabsorb(latents))
         if batch.prefill is not None:
-            q = torch.cat((q_nope[row:], q_rope[row:]), dim=-1)
             k, v = self._expand(cache, batch.prefill)
-            parts.append(self.backend.prefill(q, k, v, batch.prefill, scale=scale))
+            parts.append(self.backend.prefill(expanded, k, v, batch.prefill, scale=scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,10 +136,10 @@ class MLA(nn.Module):
         per_head = self.kv_proj.weight.view(self.heads, -1, mla.kv_lora_rank)
         return per_head[:, : mla.qk_nope_head_dim], per_head[:, mla.qk_nope_head_dim :]
 
-    def _absorb(self, q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, nope], [rows, heads, rope] -> [rows, heads, kv_lora + rope], ready to meet cache entries."""
+    def _absorb(self, q_nope: torch.Tensor, out: torch.Tensor) -> None:
+        """[rows, heads, nope] -> out [rows, heads, kv_lora], ready to meet latents."""
         up_k, _ = self._up()
-        return torch.cat((torch.bmm(q_nope.transpose(0, 1), up_k).transpose(0, 1), q_rope), dim=-1)
+        torch.bmm(q_nope.transpose(0, 1), up_k, out=out.transpose(0, 1))
 
     def _unabsorb(self, latents: torch.Tensor) -> torch.Tensor:
         """Attended latents [rows, heads, kv_lora] -> [rows, heads, v]."""

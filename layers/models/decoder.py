@@ -43,7 +43,7 @@ class Decoder(nn.Module):
         blocks = [DecoderLayer(ctx, config, spec) for spec in config.layers]
         self.layers = nn.ModuleList(blocks)
         self._blocks = tuple(blocks)
-        self.norm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps, torch.float32)
         tied = self.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = VocabParallelHead(ctx, config.vocab_size, config.hidden_size, tied)
         self.mtp = tuple(self._mtp_module(ctx, k, own_tensors) for k in range(num_mtp))
@@ -70,10 +70,12 @@ class Decoder(nn.Module):
         may follow, are left alone). -> the final normed hidden state [rows, hidden] float32."""
         rotation = self.rotary(positions)
         x = self.embed_tokens(token_ids).float()
+        delta: torch.Tensor | None = None
         selection: Selection | None = None
         for layer, cache in zip(self._blocks, caches, strict=False):
-            x, selection = layer(x, rotation, cache, batch, selection if layer.shares_selection else None)
-        return self.norm(x)
+            shared = selection if layer.shares_selection else None
+            x, delta, selection = layer(x, delta, rotation, cache, batch, shared)
+        return self.norm.add(x, delta).out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab] float32, the same bits on every rank."""

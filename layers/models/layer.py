@@ -38,15 +38,21 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
+        delta: torch.Tensor | None,
         rotation: Rotation,
         cache: LayerCache,
         batch: AttentionBatch,
         selection: Selection | None,
-    ) -> tuple[torch.Tensor, Selection | None]:
-        """x [rows, hidden] float32 -> the same, and the selection that the layer attended to."""
-        attended, selection = self.self_attn(self.input_layernorm(x), rotation, cache, batch, selection)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), selection
+    ) -> tuple[torch.Tensor, torch.Tensor, Selection | None]:
+        """x [rows, hidden] float32, to which `delta` has yet to be added (x may be overwritten) -> the same pair after
+        the layer, and the selection that it attended to."""
+        x, normed, _ = self.input_layernorm.add(x, delta)
+        attended, selection = self.self_attn(normed, rotation, cache, batch, selection)
+        if isinstance(self.mlp, MoE):
+            x, normed, exact = self.post_attention_layernorm.add(x, attended, exact=True)
+            return x, self.mlp(normed, exact), selection
+        x, normed, _ = self.post_attention_layernorm.add(x, attended)
+        return x, self.mlp(normed), selection
 
     def store(self, x: torch.Tensor, rotation: Rotation, cache: LayerCache, slots: torch.Tensor) -> None:
         """Only writes the rows' cache entries."""

@@ -45,7 +45,7 @@ class MTPModule(nn.Module):
         self.hnorm = RMSNorm(ctx, size, eps)
         self.eh_proj = ReplicatedLinear(ctx, 2 * size, {"eh_proj": size})
         self.layer = DecoderLayer(ctx, config, mtp.layer)
-        self.norm = RMSNorm(ctx, size, eps)
+        self.norm = RMSNorm(ctx, size, eps, torch.float32)
 
     def join(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """token_ids [rows] int64, hidden [rows, hidden] -> the layer's input [rows, hidden] float32."""
@@ -67,8 +67,8 @@ class MTPModule(nn.Module):
     ) -> tuple[torch.Tensor, Selection | None]:
         """Joined rows -> hidden states [rows, hidden] float32 (normed: `logits` and the next step take them), and the
         selection used. A selection that is given is used in place of the indexer's."""
-        x, selection = self.layer(x, rotation, cache, batch, selection)
-        return self.norm(x), selection
+        x, delta, selection = self.layer(x, None, rotation, cache, batch, selection)
+        return self.norm.add(x, delta).out, selection
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab] float32, the same bits on every rank."""

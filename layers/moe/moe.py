@@ -31,16 +31,14 @@ class MoE(nn.Module):
         shared = config.shared_intermediate_size
         self.shared_experts = MLP(ctx, hidden_size, shared) if shared else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        expert_ids, expert_weights = self.gate(x)
+    def forward(self, x: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+        """`exact`: x in float32, unrounded, for the router: rounding flips its choices more often."""
+        expert_ids, expert_weights = self.gate(exact)
         if self.tp.ep_size > 1:
             expert_ids = expert_ids - self.local.start
             expert_ids = expert_ids.masked_fill((expert_ids < 0) | (expert_ids >= len(self.local)), -1)
-        x = x.to(self.gate_up.dtype)  # after routing, which a rounded input would flip more often
-        out = self.backend.experts(x, expert_ids, expert_weights, self.gate_up, self.down)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts.partial(x)
-        return self.tp.all_reduce(out)
+        shared = self.shared_experts.partial(x) if self.shared_experts is not None else None
+        return self.tp.all_reduce(self.backend.experts(x, expert_ids, expert_weights, self.gate_up, self.down, shared))
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield from self.gate.weights(f"{prefix}gate")

@@ -12,7 +12,8 @@ import torch
 from configs.engine import EngineConfig, ParallelConfig
 from configs.hf import load_model_config
 from layers.attention.backend import AttentionBatch, PagedRows, Selection
-from layers.moe.router import Router, Routing
+from layers.moe.router import Router
+from layers.moe.routing import Routing
 from layers.parallel import TensorParallel
 from workers.parallel import init_tensor_parallel
 from workers.runner import ModelRunner

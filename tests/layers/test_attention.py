@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from configs.base import ConfigError
 from configs.hf import load_model_config
 from layers.attention import backend as attention_backend
 from layers.attention.backend import (
@@ -10,8 +11,8 @@ from layers.attention.backend import (
     PagedRows,
     PrefillRows,
     TorchAttention,
-    make_attention_backend,
 )
+from layers.attention.backends import make_attention_backend
 from layers.attention.mla import MLA, LayerCache
 from layers.rotary import RotaryEmbedding
 from tests.layer_context import CPU, fill, layer_context
@@ -200,7 +201,13 @@ def test_prefill_of_packed_chunks_with_different_starts(heads: int) -> None:
 
 
 def test_backends_have_names() -> None:
-    assert (make_attention_backend("auto").name, make_attention_backend("torch").name) == ("torch", "torch")
+    mla = load_model_config(SHIPPED / "tiny-deepseek_v3-yarn").attention
+    for name in ("auto", "torch"):
+        assert make_attention_backend(name, mla, 4, 64, CPU).name == "torch"
+    with pytest.raises(ConfigError, match="attention_backend 'triton' needs a GPU: use 'auto' or 'torch'"):
+        make_attention_backend("triton", mla, 4, 64, CPU)
+    with pytest.raises(ConfigError, match="attention_backend 'best' is not known"):
+        make_attention_backend("best", mla, 4, 64, CPU)
 
 
 class TestMLA:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from layers.attention import indexer
+from layers.attention import index_scores as scores_module
 from layers.attention.index_cache import Fp8IndexKeys, PlainIndexKeys, make_index_key_format, quantise_e4m3
-from layers.attention.indexer import index_scores
+from layers.attention.index_scores import index_scores
 from layers.parallel import TensorParallel
 from tests.layers.ranks import Rank
 from tests.oracles import load_reference, oracle_folders
@@ -76,7 +76,7 @@ def test_formats_by_name() -> None:
 @pytest.mark.parametrize(("sequences", "per_sequence"), [(1, 9), (4, 1), (3, 2)])
 def test_scores(monkeypatch: pytest.MonkeyPatch, sequences: int, per_sequence: int, limit: int) -> None:
     """sum_h gate_h relu(q_h . k) in float64, all at once, in blocks of rows, or one row at a time."""
-    monkeypatch.setattr(indexer, "_SCORES_LIMIT", limit)
+    monkeypatch.setattr(scores_module, "_SCORES_LIMIT", limit)
     rows, heads, dim, pages = sequences * per_sequence, 3, 8, 2
     generator = torch.Generator().manual_seed(5)
     q = torch.randn(rows, heads, dim, generator=generator)

@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
+from configs.base import ConfigError
 from configs.model import MoEConfig, RouterConfig
 from layers.moe.backend import TorchMoE, make_moe_backend
 from layers.moe.moe import MoE
-from layers.moe.router import Routing, route
-from tests.layer_context import LonelyRank, fill, layer_context
+from layers.moe.routing import Routing, route
+from layers.ops import make_ops
+from tests.layer_context import CPU, LonelyRank, fill, layer_context
 
 HIDDEN, WIDTH, EXPERTS = 12, 8, 6
 
@@ -78,7 +80,15 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
 
 
 def test_backends_have_names() -> None:
-    assert (make_moe_backend("auto").name, make_moe_backend("torch").name) == ("torch", "torch")
+    assert [make_moe_backend(name, CPU).name for name in ("auto", "torch")] == ["torch", "torch"]
+    with pytest.raises(ConfigError, match="moe_backend 'triton' needs a GPU: use 'auto' or 'torch'"):
+        make_moe_backend("triton", CPU)
+
+
+def test_kernels_have_names() -> None:
+    assert [make_ops(name, CPU).name for name in ("auto", "torch")] == ["torch", "torch"]
+    with pytest.raises(ConfigError, match="kernel_backend 'triton' needs a GPU"):
+        make_ops("triton", CPU)
 
 
 # ------------------------------------------------------------------------------------------------- ranks

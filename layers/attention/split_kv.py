@@ -1,0 +1,58 @@
+"""Attention of paged rows by Shoal's own Triton kernel: split over positions, reduced by the last program to arrive."""
+
+import torch
+
+from configs.engine import PAGE_SIZE
+from layers.attention.backend import PagedRows, PrefillRows, TorchAttention
+from layers.kernels.mla import MAX_SPLITS, block_m, mla_decode, workspace_size
+from layers.kernels.ops import sm_count
+
+_PROGRAMS_PER_SM = 2
+
+
+class SplitKVAttention:
+    """Lengths are read on the device: nothing is planned, and one captured launch serves any lengths up to its
+    bound. Workspace and counters belong to one stream and are made once."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, heads: int, latent: int, max_rows: int) -> None:
+        self._programs = _PROGRAMS_PER_SM * sm_count(device)
+        self._workspace = torch.empty(workspace_size(self._programs, latent), device=device)
+        self._counters = torch.zeros(max(max_rows * heads, self._programs), dtype=torch.int32, device=device)
+        self._prefill = TorchAttention()
+
+    def decode(
+        self, q: torch.Tensor, cache: torch.Tensor, rows: PagedRows, *, scale: float, value_dim: int
+    ) -> torch.Tensor:
+        table = rows.block_table[:, : rows.pages]
+        return self._run(q, cache, rows.lengths, table, rows.per_sequence, rows.max_length, scale, value_dim)
+
+    def sparse(
+        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *, scale: float, value_dim: int
+    ) -> torch.Tensor:
+        return self._run(q, cache, None, slots, 1, slots.shape[1], scale, value_dim)
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PrefillRows, *, scale: float
+    ) -> torch.Tensor:
+        return self._prefill.prefill(q, k, v, rows, scale=scale)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        lengths: torch.Tensor | None,
+        table: torch.Tensor,
+        per_group: int,
+        max_length: int,
+        scale: float,
+        value_dim: int,
+    ) -> torch.Tensor:
+        rows, heads, _ = q.shape
+        out = q.new_empty(rows, heads, value_dim)
+        members = per_group * heads
+        groups = rows // per_group * -(-members // block_m(members))
+        splits = max(1, min(MAX_SPLITS, self._programs // max(groups, 1), -(-max_length // PAGE_SIZE)))
+        mla_decode(q, cache, lengths, table, per_group, splits, scale, value_dim, out, self._workspace, self._counters)
+        return out
