@@ -47,6 +47,9 @@ class EngineConfig(Settings):
         default=None, ge=1, description="KV cache of a rank; default: from the fraction on a GPU, 512 MiB on a CPU"
     )
     enable_prefix_caching: bool = True
+    cuda_graphs: bool = Field(
+        default=True, description="GPU: replay captured decode steps; off = launch every kernel, for debugging"
+    )
     max_inflight_steps: Literal[1, 2] = Field(default=2, description="2 = plan step N+1 while step N runs")
     attention_backend: Literal["auto", "torch", "triton"] = "auto"
     moe_backend: Literal["auto", "torch", "triton"] = "auto"

@@ -8,8 +8,7 @@ from layers.attention.backend import Selection
 from layers.attention.mla import LayerCache
 from layers.models.decoder import Decoder
 from layers.parallel import TensorParallel
-from workers.sampler import Sampler, Verdict
-from workers.step import StepPlan
+from workers.sampler import Needs, Sampler, Verdict
 from workers.tables import SlotTables, StepBatch
 
 
@@ -35,17 +34,21 @@ class Drafter:
 
     def run(
         self,
-        plan: StepPlan,
         batch: StepBatch,
+        count: int,
         hidden: torch.Tensor,
         verdict: Verdict,
         caches: Sequence[LayerCache],
+        needs: Needs,
     ) -> None:
-        """hidden [rows, hidden] of the batch; `caches`: the modules' own. Sets the drafts of the sampled slots."""
+        """Drafts `count` tokens for each sampled slot. hidden [rows, hidden] of the batch; `caches`: the modules' own;
+        `needs`: of the sampled slots' requests."""
+        if not batch.slot_ids.shape[0]:
+            count = 0
         ends = batch.sampled_rows.gather(1, verdict.counts[:, None] - 1).squeeze(1)  # rows of the last tokens kept
         at = batch.positions[ends]
         rotation = self.model.rotary(batch.positions)
-        next_ids = self._following(plan, batch, verdict, ends)
+        next_ids = self._following(batch, verdict, ends)
         last = len(self.model.mtp) - 1
         drafts: list[torch.Tensor] = []
         state, selection = hidden, None
@@ -56,62 +59,54 @@ class Drafter:
                 final = state[ends]
             else:
                 module.store(x, rotation, cache, batch.attention.cache_slots)
-                if len(drafts) < plan.draft and batch.slots:
+                if len(drafts) < count:
                     single = self.tables.single_rows(batch.slot_ids, at, batch.max_length)
                     final, selection = module(x[ends], self.model.rotary(at), cache, single)
-            if len(drafts) < plan.draft and batch.slots:
-                drafts.append(self._choose(module.logits(final), batch, at, len(drafts)))
+            if len(drafts) < count:
+                drafts.append(self._choose(module.logits(final), batch, at, len(drafts), needs))
             if m < last:
-                next_ids = self._shift(next_ids, plan, batch, m + 1)
+                next_ids = next_ids.roll(-1)
+                self._look_ahead(next_ids, batch, m + 1)
                 if len(drafts) == m + 1:
                     next_ids[ends] = drafts[-1]
-        while batch.slots and len(drafts) < plan.draft:  # a single module goes on from where it is
+        while len(drafts) < count:  # a single module goes on from where it is
             step = len(drafts)
             module, cache = self.model.mtp[0], caches[0]
-            single = self.tables.single_rows(batch.slot_ids, at + step, batch.max_length + step)
+            single = self.tables.single_rows(batch.slot_ids, at + step, batch.max_length)
             x = module.join(drafts[-1], final)
             if self.share_selection and selection is not None:
                 selection = _extended(selection, single.cache_slots)
                 final, _ = module(x, self.model.rotary(at + step), cache, single, selection)
             else:
                 final, _ = module(x, self.model.rotary(at + step), cache, single)
-            drafts.append(self._choose(module.logits(final), batch, at, step))
+            drafts.append(self._choose(module.logits(final), batch, at, step, needs))
         if drafts:
             self.tables.set_drafts(batch.slot_ids, torch.stack(drafts, dim=1))
 
-    def _choose(self, logits: torch.Tensor, batch: StepBatch, at: torch.Tensor, index: int) -> torch.Tensor:
+    def _choose(
+        self, logits: torch.Tensor, batch: StepBatch, at: torch.Tensor, index: int, needs: Needs
+    ) -> torch.Tensor:
         """Rank 0 decides; the others are told. The row at position t drafts the token of t + 2 + index."""
         if self.tp.rank == 0:
-            tokens = self.sampler.draft(logits, batch.slots, at + 2 + index, index)
+            tokens = self.sampler.draft(logits, batch.slot_ids, at + 2 + index, index, needs)
         else:
             tokens = torch.empty_like(at)
         return self.tp.broadcast(tokens)
 
-    def _following(self, plan: StepPlan, batch: StepBatch, verdict: Verdict, ends: torch.Tensor) -> torch.Tensor:
+    def _following(self, batch: StepBatch, verdict: Verdict, ends: torch.Tensor) -> torch.Tensor:
         """The token after each row's [rows] int64. Behind a rejected draft it does not matter."""
         next_ids = batch.token_ids.roll(-1)
-        decoding = len(plan.decode) * batch.per_sequence
-        next_ids[:decoding] = verdict.tokens[: len(plan.decode)].flatten()
-        self._look_ahead(next_ids, plan, batch, 0)
+        decoding = batch.num_decoding
+        next_ids[: decoding * batch.per_sequence] = verdict.tokens[:decoding].flatten()
+        self._look_ahead(next_ids, batch, 0)
         next_ids[ends] = verdict.tokens.gather(1, verdict.counts[:, None] - 1).squeeze(1)
         return next_ids
 
-    def _shift(self, next_ids: torch.Tensor, plan: StepPlan, batch: StepBatch, ahead: int) -> torch.Tensor:
-        """The tokens one further on."""
-        shifted = next_ids.roll(-1)
-        self._look_ahead(shifted, plan, batch, ahead)
-        return shifted
-
-    def _look_ahead(self, ids: torch.Tensor, plan: StepPlan, batch: StepBatch, ahead: int) -> None:
+    def _look_ahead(self, ids: torch.Tensor, batch: StepBatch, ahead: int) -> None:
         """Sets the last rows of chunks to the known tokens that follow them."""
-        known = [
-            (end - 1, chunk.next_ids[ahead])
-            for chunk, (_, end) in zip(plan.chunks, batch.chunk_spans, strict=True)
-            if len(chunk.next_ids) > ahead
-        ]
-        if known:
-            rows, tokens = zip(*known, strict=True)
-            ids[torch.tensor(rows, device=ids.device)] = torch.tensor(tokens, device=ids.device)
+        if batch.chunks is not None and ahead < len(batch.chunks.ahead):
+            rows, tokens = batch.chunks.ahead[ahead]
+            ids[rows] = tokens
 
 
 def _extended(selection: Selection, slots: torch.Tensor) -> Selection:

@@ -8,12 +8,12 @@ from workers.step import Admission
 class PenaltyTables:
     """Made when the first request with penalties arrives."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.device = device
-        self._in_prompt = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
-        self._out_counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        self._out_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         # repetition, frequency, presence; slots without penalties keep the neutral row
-        self._strength = torch.tensor([[1.0, 0.0, 0.0]], device=device).repeat(max_num_seqs, 1)
+        self._strength = torch.tensor([[1.0, 0.0, 0.0]], device=device).repeat(slots, 1)
 
     def admit(self, admission: Admission) -> None:
         """Counts a sequence's known tokens: the prompt, and after a preemption its output so far."""

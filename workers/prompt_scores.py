@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from workers.sampler import token_logprobs
+from workers.sampler import as_lists, score_tokens
 from workers.step import Admission, PromptScores, StepPlan, TokenLogprobs
 from workers.tables import StepBatch
 
@@ -38,7 +38,8 @@ class PromptScorer:
     ) -> list[PromptScores]:
         """hidden [rows, hidden] of the step; `head` gives logits and is called alike on every rank."""
         results = []
-        for chunk, (lo, hi) in zip(plan.chunks, batch.chunk_spans, strict=True):
+        spans = batch.chunks.spans if batch.chunks is not None else []
+        for chunk, (lo, hi) in zip(plan.chunks, spans, strict=True):
             admission = self._asked.get(chunk.slot)
             prompt_rows = min(hi - lo, admission.num_prompt - chunk.start) if admission is not None else 0
             if admission is None or prompt_rows <= 0:
@@ -64,4 +65,4 @@ class PromptScorer:
             return start, []
         tops = [admission.params.prompt_logprobs or 0] * len(targets)
         tokens = torch.from_numpy(np.asarray(targets)).to(logits.device)
-        return start - (kept is not None), token_logprobs(scoring, tokens, tops)
+        return start - (kept is not None), as_lists(score_tokens(scoring, tokens), tops)

@@ -19,10 +19,12 @@ from layers.ops import make_ops
 from layers.parallel import TensorParallel
 from workers.cache import CacheLayout, pages_that_fit
 from workers.drafter import Drafter
+from workers.graphs import DecodeGraphs, GraphKey
 from workers.loader import differs, load_weights
 from workers.prompt_scores import PromptScorer
-from workers.sampler import Sampler, Verdict
-from workers.step import StepOutput, StepPlan, TokenLogprobs
+from workers.result import LaunchedStep, OnHost, StepResult
+from workers.sampler import Needs, Sampler, Verdict, score_tokens
+from workers.step import PromptScores, StepOutput, StepPlan, TokenLogprobs
 from workers.tables import SlotTables, StepBatch, overshoot
 
 
@@ -72,12 +74,14 @@ class ModelRunner:
             config.max_num_seqs,
             model_config.vocab_size,
             device,
-            max_drafts=config.num_draft_tokens if tp.rank == 0 else 0,  # the others are told
+            max_drafts=config.num_draft_tokens,
             repeatable=config.seed is not None,
+            decides=tp.rank == 0,
         )
         self.num_pages = pages_that_fit(config, self._free_memory(), self.layout.page_bytes, max_model_len)
         self.caches: list[LayerCache] = []
         self.scorer = PromptScorer(model_config.vocab_size)
+        self._finished = 0.0  # when the last step was
 
     def start_cache(self, num_pages: int) -> None:
         """Allocates the pages that all ranks agreed on, and what is kept by slot."""
@@ -92,23 +96,62 @@ class ModelRunner:
             device=self.device,
         )
         self.drafter = Drafter(self.model, self.tables, self.sampler, self.tp) if self.model.mtp else None
+        self.graphs = self._make_graphs()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether a launched step has ended when `launch` returns."""
+        return self.device.type == "cpu"
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Runs one plan and waits for it."""
+        return self.finish(self.launch(plan))
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Runs one plan on this rank. Every rank must run the same plans in the same order."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Starts one plan on this rank; on a GPU it has not ended when this returns. Every rank must launch the same
+        plans in the same order."""
         begin = time.perf_counter()
         self._admit(plan)
-        batch = self.tables.batch(plan)
+        slots = [*plan.decode, *(chunk.slot for chunk in plan.chunks if chunk.sample)]
+        needs = self.sampler.needs(slots)
+        scores: list[PromptScores] = []
+        if plan.chunks:
+            batch = self.tables.batch(plan)
+            result, hidden = self._step(batch, plan.draft, needs)
+            scores = self.scorer.score(plan, batch, hidden, self.model.logits)
+            self.tables.end_chunks(plan.chunks)
+        elif self.graphs is not None:
+            result = self.graphs.launch(GraphKey(plan.verify, plan.draft, needs), plan.decode, self.tables.bound(plan))
+        else:
+            result = self.decode(self.tables.ids(slots), plan.verify, plan.draft, needs, self.tables.bound(plan))
+        return LaunchedStep(plan.step, slots, self.tables.launched(plan), OnHost(result, self.device), scores, begin)
+
+    def finish(self, step: LaunchedStep) -> StepOutput:
+        """Waits for a launched step; steps finish in the order in which they were launched."""
+        tokens, counts, token_scores = step.result.wait()
+        each = counts.tolist()
+        self.tables.settle(step.unsettled, each)
+        kept = [row[:count] for row, count in zip(tokens.tolist(), each, strict=True)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in kept]
+        if token_scores is not None:
+            logprobs = self.sampler.reports(token_scores, step.slots, each)
+        begin, self._finished = max(step.begin, self._finished), time.perf_counter()
+        return StepOutput(step.step, kept, logprobs, step.prompt_scores, self._finished - begin)
+
+    def decode(self, slot_ids: torch.Tensor, verify: int, draft: int, needs: Needs, max_length: int) -> StepResult:
+        """A whole step of slots [n] int64 that decode: nothing in it depends on the host's knowledge of the tokens, so
+        that a CUDA graph can hold it."""
+        return self._step(self.tables.decode_batch(slot_ids, verify, max_length), draft, needs)[0]
+
+    def _step(self, batch: StepBatch, draft: int, needs: Needs) -> tuple[StepResult, torch.Tensor]:
+        """rows -> model -> verify -> advance -> draft. Also returns the rows' hidden states."""
         hidden = self.model(batch.token_ids, batch.positions, self.caches, batch.attention)
-        verdict, logprobs = self._verify(hidden, batch)
-        scores = self.scorer.score(plan, batch, hidden, self.model.logits)
-        self.tables.advance(plan, batch, *verdict)
+        result = self._verify(hidden, batch, needs)
+        self.tables.advance(batch, *result.verdict)
         if self.drafter is not None:
-            self.drafter.run(plan, batch, hidden, verdict, self.caches[len(self.model_config.layers) :])
-        counts = verdict.counts.tolist()
-        self.tables.settle(plan, counts)
-        tokens = [row[:count] for row, count in zip(verdict.tokens.tolist(), counts, strict=True)]
-        return StepOutput(plan.step, tokens, logprobs, scores, time.perf_counter() - begin)
+            self.drafter.run(batch, draft, hidden, result.verdict, self.caches[len(self.model_config.layers) :], needs)
+        return result, hidden
 
     def _admit(self, plan: StepPlan) -> None:
         self.tables.apply(plan)
@@ -116,25 +159,33 @@ class ModelRunner:
             self.scorer.release(slot)
         for admission in plan.admitted:
             self.scorer.admit(admission)
-            if self.tp.rank == 0:
-                self.sampler.admit(admission)
+            self.sampler.admit(admission)
 
-    def _verify(self, hidden: torch.Tensor, batch: StepBatch) -> tuple[Verdict, list[list[TokenLogprobs]]]:
+    def _verify(self, hidden: torch.Tensor, batch: StepBatch, needs: Needs) -> StepResult:
         """Rank 0 decides; the others are told."""
         count, n = batch.sampled_rows.shape
-        decided = torch.zeros(count, n + 1, dtype=torch.int64, device=self.device)
         if not count:
-            return Verdict(decided[:, :n], decided[:, n]), []
+            return StepResult(Verdict(batch.sampled_rows, batch.num_drafts), None)
         logits = self.model.logits(hidden[batch.sampled_rows.flatten()])
-        logprobs: list[list[TokenLogprobs]] = []
+        scores = None
         if self.tp.rank == 0:
             logits = logits.view(count, n, -1)
             positions = batch.positions[batch.sampled_rows[:, 0]] + 1
-            verdict = self.sampler.verify(logits, batch.slots, positions, batch.drafts, batch.num_drafts)
-            logprobs = self.sampler.logprobs(logits, batch.slots, verdict)
+            verdict = self.sampler.verify(logits, batch.slot_ids, positions, batch.drafts, batch.num_drafts, needs)
+            if Needs.SCORES in needs:
+                scores = score_tokens(logits, verdict.tokens)
             decided = torch.cat((verdict.tokens, verdict.counts[:, None]), dim=1)
+        else:
+            decided = torch.empty(count, n + 1, dtype=torch.int64, device=self.device)
         self.tp.broadcast(decided)
-        return Verdict(decided[:, :n], decided[:, n]), logprobs
+        return StepResult(Verdict(decided[:, :n], decided[:, n]), scores)
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        """Captured decode steps, where the device and the backends can."""
+        if self.device.type != "cuda" or not self.config.cuda_graphs:
+            return None
+        dense = self.model_config.indexer.top_k if self.model_config.indexer is not None else None
+        return DecodeGraphs(self.decode, self.config, self.tables.padding, self.tables.max_length, dense, self.device)
 
     def _sparse_context(self) -> SparseContext | None:
         if (indexer := self.model_config.indexer) is None:

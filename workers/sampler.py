@@ -1,19 +1,51 @@
 """From logits to tokens, on rank 0: the others are told.
 
 Per-slot parameters live in device tables written when a sequence is admitted. Each processing stage runs only when a
-row of the batch asks for it, so a greedy batch costs one argmax. The result of a row depends on that row alone.
+sequence of the batch needs it, so a greedy batch costs one argmax; what a batch needs is known on the host, and all the
+rest is on the device, so that a CUDA graph can hold a step. The result of a row depends on that row alone.
 """
 
+import enum
+import functools
+import operator
 from typing import NamedTuple
 
 import torch
 
 from workers.draw import draw, uniform
+from workers.edits import LogitEdits
 from workers.penalties import PenaltyTables
-from workers.step import Admission, SamplingParams, TokenLogprobs
+from workers.step import MAX_LOGPROBS, Admission, SamplingParams, TokenLogprobs
 
 # Streams of random numbers. The target's tokens come from the first, with drafts or without.
 _TARGET, _DRAFT, _ACCEPT = 0, 1, 2
+
+
+class Needs(enum.IntFlag):
+    """The stages that a batch's requests need."""
+
+    DRAWS = enum.auto()  # temperature
+    LIMITS = enum.auto()  # top_k, top_p
+    FLOORS = enum.auto()  # min_p
+    REJECTION = enum.auto()  # drafts taken by rejection sampling
+    EDITS = enum.auto()  # logit_bias, min_tokens
+    PENALTIES = enum.auto()
+    SCORES = enum.auto()  # logprobs
+
+    @classmethod
+    def of(cls, params: SamplingParams, repeatable: bool) -> "Needs":
+        """What one request needs; `repeatable`: requests without a seed of their own have one, too."""
+        draws = params.temperature > 0
+        wants = {
+            cls.DRAWS: draws,
+            cls.LIMITS: draws and (params.top_k > 0 or params.top_p < 1),
+            cls.FLOORS: draws and params.min_p > 0,
+            cls.REJECTION: draws and params.seed is None and not repeatable,
+            cls.EDITS: bool(params.logit_bias) or params.min_tokens > 0,
+            cls.PENALTIES: params.has_penalties,
+            cls.SCORES: params.logprobs is not None,
+        }
+        return functools.reduce(operator.or_, (need for need, wanted in wants.items() if wanted), cls(0))
 
 
 class Verdict(NamedTuple):
@@ -23,8 +55,16 @@ class Verdict(NamedTuple):
     counts: torch.Tensor
 
 
+class TokenScores(NamedTuple):
+    """Log-probabilities of tokens, and of the most likely ones in falling order."""
+
+    chosen: torch.Tensor  # [...] float32
+    top_ids: torch.Tensor  # [..., at most MAX_LOGPROBS] int64
+    top: torch.Tensor  # the same shape, float32
+
+
 class Sampler:
-    """Sampling state of every slot, and the pipeline over it.
+    """Sampling state of every slot (and of one more, greedy, for rows that pad a batch), and the pipeline over it.
 
     A draft is kept when it is the target's own choice, where that choice is a function of the logits: for greedy
     requests, and for repeatable ones (with a seed of their own, or all when `repeatable`), whose token at a position
@@ -40,15 +80,19 @@ class Sampler:
         *,
         max_drafts: int = 0,
         repeatable: bool = False,
+        decides: bool = True,
     ) -> None:
+        """`decides`: whether this rank samples; one that does not only knows what batches need."""
         self.vocab_size = vocab_size
         self.device = device
         self._repeatable = repeatable
-        self._params: list[SamplingParams] = [SamplingParams()] * max_num_seqs
-        self._stop_ids: list[list[int]] = [[]] * max_num_seqs
+        self._decides = decides
+        slots = max_num_seqs + 1
+        self._params: list[SamplingParams] = [SamplingParams(temperature=0)] * slots
+        self._needs = [Needs(0)] * slots
 
         def table(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(max_num_seqs, dtype=dtype, device=device)
+            return torch.zeros(slots, dtype=dtype, device=device)
 
         self.temperature = table(torch.float32)
         self.top_p = table(torch.float32)
@@ -58,53 +102,62 @@ class Sampler:
         self.num_prompt = table(torch.int64)
         self.rejects = table(torch.bool)  # whether drafts are taken by rejection sampling
         # What drafts were sampled from, [slots, drafts, vocab].
-        self._draft_probs = torch.zeros(max_num_seqs, max_drafts, vocab_size, device=device)
+        self._draft_probs = torch.zeros(slots, max_drafts if decides else 0, vocab_size, device=device)
+        # Made when the first request that needs them arrives.
+        self._edits: LogitEdits | None = None
         self._penalties: PenaltyTables | None = None
 
     def admit(self, admission: Admission) -> None:
         """Writes a slot's tables."""
         slot, params = admission.slot, admission.params
         self._params[slot] = params
-        self._stop_ids[slot] = admission.stop_ids
+        needs = self._needs[slot] = Needs.of(params, self._repeatable)
+        if not self._decides:
+            return
         self.temperature[slot] = params.temperature
         self.top_p[slot] = params.top_p
         self.top_k[slot] = params.top_k if params.top_k > 0 else self.vocab_size
         self.min_p[slot] = params.min_p
         self.seed[slot] = admission.seed
         self.num_prompt[slot] = admission.num_prompt
-        self.rejects[slot] = self._uses_rejection(params)
-        if params.has_penalties and self._penalties is None:
+        self.rejects[slot] = Needs.REJECTION in needs
+        # Once there are tables every request is written to them: the slot's last owner may have left something.
+        if Needs.EDITS in needs and self._edits is None:
+            self._edits = LogitEdits(len(self._params), self.vocab_size, self.device)
+        if self._edits is not None:
+            self._edits.admit(admission)
+        if Needs.PENALTIES in needs and self._penalties is None:
             self._penalties = PenaltyTables(len(self._params), self.vocab_size, self.device)
         if self._penalties is not None:
-            self._penalties.admit(admission)  # without penalties, too: the slot's last owner may have had some
+            self._penalties.admit(admission)
 
-    def _uses_rejection(self, params: SamplingParams) -> bool:
-        return params.temperature > 0 and params.seed is None and not self._repeatable
+    def needs(self, slots: list[int]) -> Needs:
+        """What a batch of these slots needs."""
+        return functools.reduce(operator.or_, (self._needs[slot] for slot in slots), Needs(0))
 
     def verify(
         self,
         logits: torch.Tensor,
-        slots: list[int],
+        slot_ids: torch.Tensor,
         positions: torch.Tensor,
         drafts: torch.Tensor,
         num_drafts: torch.Tensor,
+        needs: Needs,
     ) -> Verdict:
         """Samples the next tokens of sequences, keeping the drafts that hold.
 
-        logits [n, 1 + k, vocab] float32 after the last token and after each draft; slots of the n; positions [n] int64
-        that the first new tokens will have; drafts [n, k] int64, of which the first num_drafts [n] count.
+        logits [n, 1 + k, vocab] float32 after the last token and after each draft; slot_ids [n] int64; positions [n]
+        int64 that the first new tokens will have; drafts [n, k] int64, of which the first num_drafts [n] count.
         """
-        params = [self._params[slot] for slot in slots]
-        slot_ids = torch.tensor(slots, device=self.device)
         k = drafts.shape[1]
         row_positions = positions[:, None] + torch.arange(1 + k, device=self.device)
-        processed = self._process(logits, slots, slot_ids, row_positions, drafts)
+        processed = self._process(logits, slot_ids, row_positions, drafts, needs)
         picks = processed.argmax(-1)
         accepted = picks[:, :k] == drafts
-        if any(p.temperature > 0 for p in params):
-            probs = self._probabilities(processed, params, slot_ids)
+        if Needs.DRAWS in needs:
+            probs = self._probabilities(processed, slot_ids, needs)
             weights = probs
-            if k and any(self._uses_rejection(p) for p in params):
+            if k and Needs.REJECTION in needs:
                 weights, passed = self._reject(probs, slot_ids, row_positions, drafts, num_drafts)
             drawn = draw(weights, self.seed[slot_ids, None].expand_as(row_positions), row_positions, _TARGET)
             picks = torch.where(self.temperature[slot_ids, None] > 0, drawn, picks)
@@ -115,7 +168,7 @@ class Sampler:
         counts = 1 + accepted.long().cumprod(-1).sum(-1)
         kept = torch.arange(1 + k, device=self.device) < counts[:, None] - 1
         tokens = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), picks)
-        if self._penalties is not None:
+        if Needs.PENALTIES in needs and self._penalties is not None:
             self._penalties.count(slot_ids, tokens, counts)
         return Verdict(tokens, counts)
 
@@ -140,80 +193,59 @@ class Sampler:
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # p = q: no draft is rejected
         return torch.cat((rest, probs[:, k:]), dim=1), passed
 
-    def draft(self, logits: torch.Tensor, slots: list[int], positions: torch.Tensor, index: int) -> torch.Tensor:
+    def draft(
+        self, logits: torch.Tensor, slot_ids: torch.Tensor, positions: torch.Tensor, index: int, needs: Needs
+    ) -> torch.Tensor:
         """Chooses the index-th draft of sequences: an MTP module's logits [n, vocab] float32, the positions [n] int64
         that the drafts would have -> tokens [n] int64. Repeatable requests draw with the numbers that the target will
         draw with, which makes the two likely to agree."""
-        params = [self._params[slot] for slot in slots]
-        slot_ids = torch.tensor(slots, device=self.device)
-        none = positions.new_empty(len(slots), 0)
-        processed = self._process(logits[:, None], slots, slot_ids, positions[:, None], none)
+        none = positions.new_empty(len(slot_ids), 0)
+        processed = self._process(logits[:, None], slot_ids, positions[:, None], none, needs)
         tokens = processed.argmax(-1).squeeze(1)
-        if any(p.temperature > 0 for p in params):
-            probs = self._probabilities(processed, params, slot_ids).squeeze(1)
-            if any(self._uses_rejection(p) for p in params):
+        if Needs.DRAWS in needs:
+            probs = self._probabilities(processed, slot_ids, needs).squeeze(1)
+            if Needs.REJECTION in needs:
                 self._draft_probs[slot_ids, index] = probs
             stream = torch.where(self.rejects[slot_ids], _DRAFT, _TARGET)
             drawn = draw(probs, self.seed[slot_ids], positions, stream)
             tokens = torch.where(self.temperature[slot_ids] > 0, drawn, tokens)
         return tokens
 
-    def logprobs(self, logits: torch.Tensor, slots: list[int], verdict: Verdict) -> list[list[TokenLogprobs]]:
-        """Of the sequences that ask, their new tokens' log-probabilities under the unprocessed logits
-        [n, 1 + k, vocab]; empty lists for the others."""
-        asked = [i for i, slot in enumerate(slots) if self._params[slot].logprobs is not None]
-        result: list[list[TokenLogprobs]] = [[] for _ in slots]
-        if not asked:
-            return result
-        counts = verdict.counts.tolist()
-        rows = [(i, j) for i in asked for j in range(counts[i])]
-        sequences, steps = zip(*rows, strict=True)
-        tops = [self._params[slots[i]].logprobs or 0 for i in sequences]
-        scored = token_logprobs(logits[sequences, steps], verdict.tokens[sequences, steps], tops)
-        for i, entry in zip(sequences, scored, strict=True):
-            result[i].append(entry)
+    def reports(self, scores: TokenScores, slots: list[int], counts: list[int]) -> list[list[TokenLogprobs]]:
+        """What the sequences of these slots asked to be told of their first `counts` new tokens, given the scores
+        [n, 1 + k] on the host; empty lists for those that did not ask."""
+        result: list[list[TokenLogprobs]] = []
+        for i, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+            top = self._params[slot].logprobs
+            result.append([] if top is None else as_lists(TokenScores(*(t[i, :count] for t in scores)), [top] * count))
         return result
 
     def _process(
         self,
         logits: torch.Tensor,
-        slots: list[int],
         slot_ids: torch.Tensor,
         positions: torch.Tensor,
         pending: torch.Tensor,
+        needs: Needs,
     ) -> torch.Tensor:
         """logit_bias, min_tokens and penalties of logits [n, m, vocab] at positions [n, m], row j of which comes after
         j of the n's tokens pending [n, m - 1]; a new tensor if anything changes."""
-        edited = [i for i, slot in enumerate(slots) if self._params[slot].logit_bias or self._params[slot].min_tokens]
-        penalised = any(self._params[slot].has_penalties for slot in slots)
-        if not edited and not penalised:
-            return logits
-        logits = logits.clone()
-        for i in edited:
-            params, stop_ids = self._params[slots[i]], self._stop_ids[slots[i]]
-            if params.logit_bias:
-                ids = torch.tensor(list(params.logit_bias), device=self.device)
-                logits[i, :, ids] += torch.tensor(list(params.logit_bias.values()), device=self.device)
-            if params.min_tokens and stop_ids:
-                ids = torch.tensor(stop_ids, device=self.device)
-                too_early = positions[i] - self.num_prompt[slots[i]] < params.min_tokens
-                logits[i, :, ids] = logits[i, :, ids].masked_fill(too_early[:, None], -torch.inf)
-        if penalised and self._penalties is not None:
+        if Needs.EDITS in needs and self._edits is not None:
+            logits = self._edits.apply(logits, slot_ids, positions - self.num_prompt[slot_ids, None])
+        if Needs.PENALTIES in needs and self._penalties is not None:
             logits = self._penalties.apply(logits, slot_ids, pending)
         return logits
 
-    def _probabilities(
-        self, logits: torch.Tensor, params: list[SamplingParams], slot_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def _probabilities(self, logits: torch.Tensor, slot_ids: torch.Tensor, needs: Needs) -> torch.Tensor:
         """Temperature, top_k, top_p and min_p of processed logits [n, m, vocab] -> probabilities."""
         # Greedy rows are divided by 1: their draw is not used, and must not produce NaN. With the greatest logit at 0
         # a temperature however small gives no infinity.
         temperature = self.temperature[slot_ids, None, None]
         scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
-        if any(0 < p.top_k < self.vocab_size or p.top_p < 1 for p in params):
+        if Needs.LIMITS in needs:
             scaled = limit_top(scaled, self.top_k[slot_ids, None], self.top_p[slot_ids, None])
         probs = scaled.softmax(-1)
-        if any(p.min_p > 0 for p in params):
+        if Needs.FLOORS in needs:
             floor = self.min_p[slot_ids, None, None] * probs.amax(-1, keepdim=True)
             probs = probs.masked_fill(probs < floor, 0.0)
             probs = probs / probs.sum(-1, keepdim=True)
@@ -234,14 +266,15 @@ def limit_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) ->
     return torch.empty_like(logits).scatter_(-1, ids, ordered.masked_fill(dropped, -torch.inf))
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, tops: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of `tokens` [rows] under `logits` [rows, vocab], with each row's `tops` most likely ids."""
+def score_tokens(logits: torch.Tensor, tokens: torch.Tensor) -> TokenScores:
+    """Log-probabilities of `tokens` [...] under raw `logits` [..., vocab]."""
     scores = logits.log_softmax(-1)
-    chosen = scores.gather(-1, tokens[:, None]).squeeze(-1).tolist()
-    best = scores.topk(max(tops), dim=-1) if max(tops) else None
-    result = []
-    for i, top in enumerate(tops):
-        ids = best.indices[i, :top].tolist() if best is not None else []
-        values = best.values[i, :top].tolist() if best is not None else []
-        result.append(TokenLogprobs(chosen[i], ids, values))
-    return result
+    chosen = scores.gather(-1, tokens[..., None]).squeeze(-1)
+    top, top_ids = scores.topk(min(MAX_LOGPROBS, scores.shape[-1]), dim=-1)
+    return TokenScores(chosen, top_ids, top)
+
+
+def as_lists(scores: TokenScores, tops: list[int]) -> list[TokenLogprobs]:
+    """One entry for each row of scores [rows], with its `tops` most likely ids."""
+    chosen, ids, values = scores.chosen.tolist(), scores.top_ids.tolist(), scores.top.tolist()
+    return [TokenLogprobs(chosen[i], ids[i][:top], values[i][:top]) for i, top in enumerate(tops)]

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 import traceback
+from collections import deque
 
 import msgspec
 import torch
@@ -18,6 +19,7 @@ from configs.base import ConfigError
 from configs.engine import EngineConfig
 from configs.hf import load_model_config
 from workers import parallel
+from workers.result import LaunchedStep
 from workers.runner import ModelRunner
 from workers.step import (
     FromWorker,
@@ -100,6 +102,10 @@ class _Channel:
         """The next message; blocks without spinning."""
         return self._decoder.decode(self._plans.recv())
 
+    def waiting(self) -> bool:
+        """Whether `receive` would return at once."""
+        return bool(self._plans.poll(0))
+
     def send(self, message: FromWorker) -> None:
         self._replies.send(self._encoder.encode(message))
 
@@ -110,11 +116,27 @@ class _Channel:
 def _serve(spec: WorkerSpec, channel: _Channel) -> None:
     runner, seconds = _start(spec, channel)
     channel.send(Loaded(spec.rank, runner.num_pages, runner.layout.page_bytes, seconds))
-    while not isinstance(message := channel.receive(), Stop):
-        if isinstance(message, StepPlan):
-            output = runner.execute(message)
+    running: deque[LaunchedStep] = deque()
+
+    def finish(keep: int) -> None:
+        """Finishes the oldest steps until `keep` run."""
+        while len(running) > keep:
+            output = runner.finish(running.popleft())
             if spec.rank == 0:
                 channel.send(output)
+
+    while True:
+        if running and (runner.synchronous or not channel.waiting()):
+            finish(keep=len(running) - 1)
+            continue
+        message = channel.receive()
+        if isinstance(message, Stop):
+            return
+        if isinstance(message, StepPlan):
+            # A decode step is launched at once, so that the device has it when the step before ends. One with prefill
+            # takes the host long to launch, and no finished step should wait for that.
+            finish(keep=1 if not message.chunks else 0)
+            running.append(runner.launch(message))
         elif isinstance(message, StartCache):
             runner.start_cache(message.num_pages)
             channel.send(Ready(spec.rank))

@@ -120,8 +120,8 @@ def test_ranks_sum_to_the_whole_layer(tp_size: int, ep_size: int, shared: int) -
     for rows in (1, 30):
         x = random_tensor(rows, HIDDEN, seed=21)
         ranks = [rank_of(whole, config, LonelyRank(rank, tp_size, ep_size)) for rank in range(tp_size)]
-        partials = [rank(x) for rank in ranks]
-        torch.testing.assert_close(torch.stack(partials).sum(0), whole(x), rtol=0, atol=1e-5)
+        partials = [rank(x, x) for rank in ranks]
+        torch.testing.assert_close(torch.stack(partials).sum(0), whole(x, x), rtol=0, atol=1e-5)
         assert [len(rank.local) for rank in ranks] == [8 // ep_size] * tp_size
 
 
@@ -135,7 +135,7 @@ def test_the_layer_is_its_experts_and_the_shared_one() -> None:
     assert shared is not None
     gate, up = (x.double() @ shared.gate_up_proj.weight.double().T).chunk(2, dim=-1)
     want = routed + (gate * torch.sigmoid(gate) * up) @ shared.down_proj.weight.double().T
-    torch.testing.assert_close(whole(x).double(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(whole(x, x).double(), want, rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------- routing

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.sampling_reference import Request, probabilities
-from workers.sampler import Sampler, limit_top
+from workers.sampler import Sampler, limit_top, score_tokens
 from workers.step import SamplingParams, TokenLogprobs
 
 VOCAB = 40
@@ -78,9 +78,10 @@ def choose(
 ) -> tuple[torch.Tensor, list[list[TokenLogprobs]]]:
     """The sampler's tokens for logits [rows, vocab] without drafts, and their log-probabilities."""
     none = torch.empty(len(slots), 0, dtype=torch.int64)
-    verdict = sampler.verify(logits[:, None], slots, positions, none, torch.zeros(len(slots), dtype=torch.int64))
+    zeros = torch.zeros(len(slots), dtype=torch.int64)
+    verdict = sampler.verify(logits[:, None], torch.tensor(slots), positions, none, zeros, sampler.needs(slots))
     assert verdict.counts.tolist() == [1] * len(slots)
-    return verdict.tokens[:, 0], sampler.logprobs(logits[:, None], slots, verdict)
+    return verdict.tokens[:, 0], sampler.reports(score_tokens(logits[:, None], verdict.tokens), slots, [1] * len(slots))
 
 
 def sample(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.sampling_reference import Request, probabilities
-from workers.sampler import Sampler
+from workers.sampler import Needs, Sampler, score_tokens
 from workers.step import SamplingParams
 
 CPU = torch.device("cpu")
@@ -39,10 +39,11 @@ def step(sampler: Sampler, requests: list[Request], drafts: list[list[int]], mod
     )
     tokens, counts = sampler.verify(
         logits,
-        list(range(len(requests))),
+        torch.arange(len(requests)),
         torch.tensor([r.position for r in requests]),
         torch.tensor(padded, dtype=torch.int64).view(len(requests), width),
         torch.tensor([len(row) for row in drafts]),
+        sampler.needs(list(range(len(requests)))),
     )
     new = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
     for request, row in zip(requests, new, strict=True):
@@ -57,7 +58,8 @@ def draft(sampler: Sampler, requests: list[Request], count: int, model: int) -> 
         pairs = zip(requests, drafts, strict=True)
         logits = torch.stack([context_logits(model, r.prompt + r.output + row) for r, row in pairs])
         positions = torch.tensor([r.position + index for r in requests])
-        tokens = sampler.draft(logits, list(range(len(requests))), positions, index)
+        needs = sampler.needs(list(range(len(requests))))
+        tokens = sampler.draft(logits, torch.arange(len(requests)), positions, index, needs)
         for row, token in zip(drafts, tokens.tolist(), strict=True):
             row.append(token)
     return drafts
@@ -112,7 +114,9 @@ def test_only_drafts_that_a_slot_holds_are_accepted() -> None:
         [torch.stack([context_logits(0, [i, first[i], second[i]][: j + 1]) for j in range(3)]) for i in range(3)]
     )
     drafts = torch.tensor([first, second]).T
-    verdict = sampler.verify(logits, [0, 1, 2], torch.ones(3, dtype=torch.int64), drafts, torch.tensor([2, 1, 0]))
+    verdict = sampler.verify(
+        logits, torch.arange(3), torch.ones(3, dtype=torch.int64), drafts, torch.tensor([2, 1, 0]), Needs(0)
+    )
     assert verdict.counts.tolist() == [3, 2, 1]
     assert verdict.tokens[1, :2].tolist() == [first[1], second[1]]
     assert verdict.tokens[2, 0] == first[2]
@@ -145,17 +149,17 @@ def test_rejection_sampling_has_the_targets_distribution(name: str, vocab: int) 
     wrong = target + 0.8 * torch.randn(1 + vocab, vocab, generator=generator)
     sampler = Sampler(count, vocab, CPU, max_drafts=1)
     requests = [Request(params, i, [0, 1, 1]) for i in range(count)]
-    slots = list(range(count))
     for slot, request in enumerate(requests):
         sampler.admit(request.admission(slot))
+    slots, needs = torch.arange(count), sampler.needs([0])
     positions = torch.full((count,), 3)
-    drafts = sampler.draft(wrong[0].expand(count, -1), slots, positions, 0)
+    drafts = sampler.draft(wrong[0].expand(count, -1), slots, positions, 0, needs)
     logits = torch.stack((target[0].expand(count, -1), target[1 + drafts]), dim=1)
-    tokens, counts = sampler.verify(logits, slots, positions, drafts[:, None], torch.ones(count, dtype=torch.int64))
+    tokens, counts = sampler.verify(logits, slots, positions, drafts[:, None], torch.ones_like(slots), needs)
     rest = torch.nonzero(counts == 1).squeeze(1)  # their drafts were rejected: another step gives the second token
     none = torch.empty(len(rest), 0, dtype=torch.int64)
     tokens[rest, 1] = sampler.verify(
-        target[1 + tokens[rest, 0]][:, None], rest.tolist(), positions[rest] + 1, none, torch.zeros_like(rest)
+        target[1 + tokens[rest, 0]][:, None], rest, positions[rest] + 1, none, torch.zeros_like(rest), needs
     ).tokens[:, 0]
 
     alone = Request(params, 0, [0, 1, 1])
@@ -192,9 +196,10 @@ def test_logprobs_of_every_accepted_token() -> None:
     first = [requests[i].choose(context_logits(0, [i]).tolist()) for i in range(2)]
     logits = torch.stack([torch.stack([context_logits(0, [i, first[i]][: j + 1]) for j in range(2)]) for i in range(2)])
     drafts = torch.tensor([[first[0]], [(first[1] + 1) % VOCAB]])  # one right, one wrong
-    verdict = sampler.verify(logits, [0, 1], torch.ones(2, dtype=torch.int64), drafts, torch.ones(2, dtype=torch.int64))
+    ones = torch.ones(2, dtype=torch.int64)
+    verdict = sampler.verify(logits, torch.arange(2), ones, drafts, ones, sampler.needs([0, 1]))
     assert verdict.counts.tolist() == [2, 1]
-    scores = sampler.logprobs(logits, [0, 1], verdict)
+    scores = sampler.reports(score_tokens(logits, verdict.tokens), [0, 1], [2, 1])
     assert [len(entries) for entries in scores] == [2, 1]
     raw = logits.log_softmax(-1)
     for i, entries in enumerate(scores):
