@@ -258,12 +258,12 @@ class SlotTables:
         decoding = batch.slot_ids[: batch.num_decoding]
         self.length[decoding] += counts[: batch.num_decoding] * (decoding != self.padding)
         self.last_token[batch.slot_ids] = tokens.gather(1, counts[:, None] - 1).squeeze(1)
-        self.num_drafts[batch.slot_ids] = 0
+        self.num_drafts.index_fill_(0, batch.slot_ids, 0)
 
     def set_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor) -> None:
         """What these slots verify in their next step: drafts [n, k]."""
         self.drafts[slot_ids, : drafts.shape[1]] = drafts
-        self.num_drafts[slot_ids] = drafts.shape[1]
+        self.num_drafts.index_fill_(0, slot_ids, drafts.shape[1])
 
     def launched(self, plan: StepPlan) -> Unsettled:
         """The host's bounds grow by all that the step can accept, until it is settled."""

@@ -25,22 +25,20 @@ def make_tiles(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> Tile
         return _sorted_tiles(expert_ids.flatten(), num_experts, block_m, most)
     new = expert_ids.new_empty
     tiles = Tiles(new(most * block_m, dtype=torch.int32), new(most, dtype=torch.int32), new(1, dtype=torch.int32))
-    experts = triton.next_power_of_2(num_experts)
-    _make_tiles[(1,)](
+    _make_tiles[(num_experts,)](
         expert_ids,
         *tiles,
         pairs,
-        most,
-        EXPERTS=experts,
-        CHUNK=max(16, min(64, 8192 // experts)),
+        PAIRS=max(16, triton.next_power_of_2(pairs)),
+        EXPERTS=triton.next_power_of_2(num_experts + 1),
         BLOCK_M=block_m,
-        num_warps=8,
+        num_warps=4 if pairs <= 512 else 8,
     )
     return tiles
 
 
 def _sorted_tiles(flat: torch.Tensor, num_experts: int, block_m: int, most: int) -> Tiles:
-    order = flat.argsort(stable=True)  # those left out come first
+    order = flat.to(torch.int16).argsort(stable=True)  # those left out come first; two passes of a radix sort
     by_expert = flat[order]
     counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat + 1, torch.ones_like(flat))
     ends = counts.cumsum(0)
@@ -57,40 +55,28 @@ def _sorted_tiles(flat: torch.Tensor, num_experts: int, block_m: int, most: int)
 
 @triton.jit
 def _make_tiles(
-    ids,
-    pairs_out,
-    experts_out,
-    count_out,
-    pairs,
-    most,
-    EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ids, pairs_out, experts_out, count_out, pairs, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
 ):
+    """One program an expert: each counts all, and writes the tiles of its own."""
+    mine = tl.program_id(0)
+    pair = tl.arange(0, PAIRS)
+    chosen = tl.load(ids + pair, pair < pairs, other=-1).to(tl.int32)
     expert = tl.arange(0, EXPERTS)
-    lane = tl.arange(0, CHUNK)
-    counts = tl.zeros([EXPERTS], tl.int32)
-    for lo in range(0, pairs, CHUNK):
-        chosen = tl.load(ids + lo + lane, lo + lane < pairs, other=-1).to(tl.int32)
-        counts += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
-    used = (counts + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(used, 0)
-    total = tl.sum(used, 0)
-    tl.store(count_out, total)
-    for lo in range(0, most, CHUNK):
-        tile = lo + lane
-        owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-        tl.store(experts_out + tile, owner, tile < total)
-    for lo in range(0, total * BLOCK_M, CHUNK):
-        tl.store(pairs_out + lo + lane, tl.zeros([CHUNK], tl.int32) + pairs, lo + lane < total * BLOCK_M)
-    tl.debug_barrier()  # some of the places just filled are written again
-    next_place = (ends - used) * BLOCK_M
-    for lo in range(0, pairs, CHUNK):
-        chosen = tl.load(ids + lo + lane, lo + lane < pairs, other=-1).to(tl.int32)
-        is_mine = (chosen[:, None] == expert[None, :]).to(tl.int32)
-        place = tl.sum(is_mine * (tl.cumsum(is_mine, 0) - 1 + next_place[None, :]), 1)
-        tl.store(pairs_out + place, lo + lane, chosen >= 0)
-        next_place += tl.sum(is_mine, 0)
+    counts = tl.histogram(tl.where(chosen < 0, EXPERTS - 1, chosen), EXPERTS)  # the last bin is nobody's
+    used = tl.where(expert < tl.num_programs(0), (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    first = tl.sum(tl.where(expert < mine, used, 0), 0)
+    number = tl.sum(tl.where(expert == mine, used, 0), 0)
+    if mine == 0:
+        tl.store(count_out, tl.sum(used, 0))
+    is_mine = chosen == mine
+    count = tl.sum(is_mine.to(tl.int32), 0)
+    place = tl.cumsum(is_mine.to(tl.int32), 0) - 1
+    tl.store(pairs_out + first * BLOCK_M + place, pair, is_mine)
+    lane = tl.arange(0, BLOCK_M)
+    for tile in range(number):
+        tl.store(experts_out + first + tile, mine)
+        rest = tile * BLOCK_M + lane
+        tl.store(pairs_out + first * BLOCK_M + rest, tl.zeros([BLOCK_M], tl.int32) + pairs, rest >= count)
 
 
 def grouped_experts(

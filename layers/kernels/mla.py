@@ -66,9 +66,11 @@ def mla_decode(
         ROPE_BLOCK=max(16, triton.next_power_of_2(dim - value_dim)),
         PAGE=PAGE_SIZE,
         BLOCK_M=m,
-        BLOCK_N=16 if float32 else 32 if m <= 16 else 64,
+        SPLITS_BLOCK=triton.next_power_of_2(num_splits),
+        REDUCE_UNROLL=4,
+        BLOCK_N=16 if float32 else 64,
         num_warps=4 if m <= 16 else 8,
-        num_stages=1 if float32 else 3 if m <= 16 else 2,
+        num_stages=1 if float32 else 2,
     )
 
 
@@ -105,6 +107,8 @@ def _mla_decode(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+    REDUCE_UNROLL: tl.constexpr,
 ):
     split, block, group = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_splits = tl.num_programs(0)
@@ -116,8 +120,8 @@ def _mla_decode(
     else:
         visible = tl.load(lengths + row, real, other=0)
     tiles = tl.cdiv(tl.max(visible, 0), BLOCK_N)
-    per_split = tl.cdiv(tiles, num_splits)
-    active = tl.cdiv(tiles, tl.maximum(per_split, 1))
+    per_split = tl.maximum(tl.cdiv(tiles, num_splits), 2)  # a part costs more than a tile
+    active = tl.cdiv(tiles, per_split)
     if split >= tl.maximum(active, 1):
         return
     latent = tl.arange(0, LATENT_BLOCK)
@@ -171,18 +175,20 @@ def _mla_decode(
     tl.debug_barrier()  # all of the program's stores come before its arrival
     counter = counters + group * tl.num_programs(1) + block
     if tl.atomic_add(counter, 1, sem="acq_rel") == active - 1:
-        peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        part = tl.arange(0, SPLITS_BLOCK)
+        cells = workspace + (first + part)[:, None] * area + BLOCK_M * LATENT_BLOCK + member[None, :]
+        there = (part < active)[:, None]
+        peaks = tl.load(cells, there, other=-float("inf"), cache_modifier=".cg")
+        totals = tl.load(cells + BLOCK_M, there, other=0.0, cache_modifier=".cg")
+        peak = tl.max(peaks, 0)
+        base = tl.where(peak == -float("inf"), 0.0, peak)
+        total = tl.sum(totals * tl.exp2(peaks - base[None, :]), 0)
+        scale_back = 1 / tl.where(total > 0, total, 1.0)
         acc = tl.zeros([BLOCK_M, LATENT_BLOCK], tl.float32)
-        for other in range(active):
+        for other in tl.range(active, loop_unroll_factor=REDUCE_UNROLL):
             theirs = workspace + (first + other) * area
             their_peak = tl.load(theirs + BLOCK_M * LATENT_BLOCK + member, cache_modifier=".cg")
-            their_total = tl.load(theirs + BLOCK_M * (LATENT_BLOCK + 1) + member, cache_modifier=".cg")
-            new_peak = tl.maximum(peak, their_peak)
-            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-            shrink, weight = tl.exp2(peak - base), tl.exp2(their_peak - base)
-            total = total * shrink + their_total * weight
-            acc = acc * shrink[:, None] + tl.load(theirs + cell, cache_modifier=".cg") * weight[:, None]
-            peak = new_peak
-        tl.store(target, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty), wanted)
+            weight = tl.exp2(their_peak - base) * scale_back
+            acc += tl.load(theirs + cell, cache_modifier=".cg") * weight[:, None]
+        tl.store(target, acc.to(out.dtype.element_ty), wanted)
         tl.store(counter, 0)

@@ -83,7 +83,7 @@ def test_draft_steps_share_a_selection(folder: Path) -> None:
     (module,) = rank.runner.model.mtp
 
     def record(m: object, args: tuple, out: tuple) -> None:
-        (slots,) = out[1]
+        (slots,) = out[2]
         used.append(slots[0].tolist())
 
     hook = module.layer.register_forward_hook(record)
