@@ -377,7 +377,7 @@ def test_a_plan_checks_the_split(tmp_path: Path) -> None:
         ({"parallel": {"tp_size": 0}}, "args: engine.parallel.tp_size: .*greater than or equal to 1"),
         ({"max_model_len": 0}, "args: engine.max_model_len: .*greater than or equal to 1"),
         ({"kv_cache_memory_fraction": 1.0}, "args: engine.kv_cache_memory_fraction: .*less than 1"),
-        ({"attention_backend": "fa9"}, "args: engine.attention_backend: .*'auto' or 'torch'"),
+        ({"attention_backend": "fa9"}, "args: engine.attention_backend: .*'auto', 'torch' or 'triton'"),
         ({"model": "/nowhere/at/all"}, "args: engine.model: /nowhere/at/all is not a folder"),
     ],
 )
