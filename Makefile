@@ -19,8 +19,9 @@ extras := [gpu]
 dev_extras := [gpu,dev]
 else ifeq ($(DEVICE),cpu)
 dev_extras := [dev]
-# The signatures of FlashInfer's calls are tested without a GPU, where it imports if its CUDA libraries stay away.
-signatures := flashinfer-python apache-tvm-ffi nvidia-ml-py tqdm requests
+# Without a GPU kernels run in Triton's interpreter, and the signatures of FlashInfer's calls are tested: it imports if its
+# CUDA libraries stay away.
+kernels := flashinfer-python apache-tvm-ffi nvidia-ml-py tqdm requests triton
 else
 $(error DEVICE must be cpu or gpu, not '$(DEVICE)')
 endif
@@ -84,5 +85,5 @@ $(installed): $(requirements) | $(VENV)/.torch-$(DEVICE)
 $(installed)-dev: $(requirements) | $(VENV)/.torch-$(DEVICE)
 	@echo 'Installing into $(VENV) (a few minutes the first time)'
 	$(pip_install) --editable '.$(dev_extras)'
-	$(if $(signatures),$(pip_install) --no-deps $(signatures))
+	$(if $(kernels),$(pip_install) --no-deps $(kernels))
 	@touch $(installed) $@

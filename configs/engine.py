@@ -51,7 +51,9 @@ class EngineConfig(Settings):
         default=True, description="GPU: replay captured decode steps; off = launch every kernel, for debugging"
     )
     max_inflight_steps: Literal[1, 2] = Field(default=2, description="2 = plan step N+1 while step N runs")
-    attention_backend: Literal["auto", "torch", "triton"] = "auto"
+    attention_backend: Literal["auto", "torch", "triton", "flashinfer_fa3"] = Field(
+        default="auto", description="auto = the fastest that runs: FlashInfer's on Hopper in bfloat16, else Triton's"
+    )
     moe_backend: Literal["auto", "torch", "triton"] = "auto"
     kernel_backend: Literal["auto", "torch", "triton"] = Field(
         default="auto", description="norms, rotations, routing and the like between matmuls"
@@ -108,10 +110,10 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _kernels_have_a_gpu(self) -> "EngineConfig":
-        if self.device == "cpu" and self.topk_backend.startswith("flashinfer"):
-            raise ValueError(
-                f"topk_backend {self.topk_backend!r} needs a GPU, and device is cpu: use 'auto' or 'torch'"
-            )
+        if self.device == "cpu":
+            for setting in ("topk_backend", "attention_backend", "moe_backend", "kernel_backend"):
+                if (value := getattr(self, setting)) not in ("auto", "torch"):
+                    raise ValueError(f"{setting} {value!r} needs a GPU, and device is cpu: use 'auto' or 'torch'")
         return self
 
     @model_validator(mode="after")

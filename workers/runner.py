@@ -55,6 +55,7 @@ class ModelRunner:
                 model_config.attention,
                 model_config.attention.num_heads // tp.size,
                 config.max_num_batched_tokens,
+                self.dtype,
                 device,
             ),
             make_moe_backend(config.moe_backend, device),

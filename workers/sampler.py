@@ -100,6 +100,7 @@ class Sampler:
         self.min_p = table(torch.float32)
         self.seed = table(torch.int64)
         self.num_prompt = table(torch.int64)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
         self.rejects = table(torch.bool)  # whether drafts are taken by rejection sampling
         # What drafts were sampled from, [slots, drafts, vocab].
         self._draft_probs = torch.zeros(slots, max_drafts if decides else 0, vocab_size, device=device)
@@ -164,10 +165,12 @@ class Sampler:
             accepted = picks[:, :k] == drafts
             if weights is not probs:
                 accepted = torch.where(self.rejects[slot_ids, None], passed, accepted)
-        accepted &= torch.arange(k, device=self.device) < num_drafts[:, None]
-        counts = 1 + accepted.long().cumprod(-1).sum(-1)
-        kept = torch.arange(1 + k, device=self.device) < counts[:, None] - 1
-        tokens = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), picks)
+        tokens, counts = picks, self._one.expand(len(slot_ids))
+        if k:
+            accepted &= torch.arange(k, device=self.device) < num_drafts[:, None]
+            counts = 1 + accepted.long().cumprod(-1).sum(-1)
+            kept = torch.arange(1 + k, device=self.device) < counts[:, None] - 1
+            tokens = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), picks)
         if Needs.PENALTIES in needs and self._penalties is not None:
             self._penalties.count(slot_ids, tokens, counts)
         return Verdict(tokens, counts)

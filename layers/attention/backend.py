@@ -105,10 +105,17 @@ class AttentionBackend(Protocol):
         """Every row over all positions that it sees -> [rows, heads, value_dim]; zeros for a row of length 0."""
 
     def sparse(
-        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *, scale: float, value_dim: int
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        rows: PagedRows,
+        *,
+        scale: float,
+        value_dim: int,
     ) -> torch.Tensor:
-        """Every row over its own slots [rows, k] int32, in any order, -1 = none -> [rows, heads, value_dim]; zeros
-        for a row without any."""
+        """Every row over its own slots [rows, k] int32: min(its length, k) of them in any order, then -1
+        -> [rows, heads, value_dim]; zeros for a row of length 0."""
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PrefillRows, *, scale: float
@@ -140,7 +147,14 @@ class TorchAttention:
         return out.view(sequences * n, heads, value_dim)
 
     def sparse(
-        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *, scale: float, value_dim: int
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        rows: PagedRows,
+        *,
+        scale: float,
+        value_dim: int,
     ) -> torch.Tensor:
         flat = cache.view(-1, cache.shape[-1])
         k = slots.shape[1]

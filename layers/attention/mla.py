@@ -123,7 +123,7 @@ class MLA(nn.Module):
             if slots is None:
                 latents = self.backend.decode(q, cache, rows, scale=scale, value_dim=value_dim)
             else:
-                latents = self.backend.sparse(q, cache, slots, scale=scale, value_dim=value_dim)
+                latents = self.backend.sparse(q, cache, slots, rows, scale=scale, value_dim=value_dim)
             parts.append(self._unabsorb(latents))
         if batch.prefill is not None:
             k, v = self._expand(cache, batch.prefill)

@@ -29,7 +29,14 @@ class SplitKVAttention:
         return self._run(q, cache, rows.lengths, table, rows.per_sequence, rows.max_length, scale, value_dim)
 
     def sparse(
-        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *, scale: float, value_dim: int
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        rows: PagedRows,
+        *,
+        scale: float,
+        value_dim: int,
     ) -> torch.Tensor:
         return self._run(q, cache, None, slots, 1, slots.shape[1], scale, value_dim)
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-_ONE_PROGRAM = 1024  # pairs that one program sorts; more are sorted by torch
+_AT_ONCE = 4096  # pairs that a program looks at at a time
 
 
 class Tiles(NamedTuple):
@@ -21,36 +21,18 @@ def make_tiles(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> Tile
     """expert_ids [rows, k], -1 = left out. Sizes depend on shapes alone."""
     pairs = expert_ids.numel()
     most = pairs // block_m + min(pairs, num_experts)
-    if pairs > _ONE_PROGRAM:
-        return _sorted_tiles(expert_ids.flatten(), num_experts, block_m, most)
     new = expert_ids.new_empty
     tiles = Tiles(new(most * block_m, dtype=torch.int32), new(most, dtype=torch.int32), new(1, dtype=torch.int32))
     _make_tiles[(num_experts,)](
         expert_ids,
         *tiles,
         pairs,
-        PAIRS=max(16, triton.next_power_of_2(pairs)),
+        PAIRS=max(16, min(_AT_ONCE, triton.next_power_of_2(pairs))),
         EXPERTS=triton.next_power_of_2(num_experts + 1),
         BLOCK_M=block_m,
         num_warps=4 if pairs <= 512 else 8,
     )
     return tiles
-
-
-def _sorted_tiles(flat: torch.Tensor, num_experts: int, block_m: int, most: int) -> Tiles:
-    order = flat.to(torch.int16).argsort(stable=True)  # those left out come first; two passes of a radix sort
-    by_expert = flat[order]
-    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat + 1, torch.ones_like(flat))
-    ends = counts.cumsum(0)
-    used = (counts[1:] + block_m - 1) // block_m
-    tile_ends = used.cumsum(0)
-    expert = by_expert.clamp(min=0)
-    place = (tile_ends - used)[expert] * block_m + torch.arange(flat.shape[0], device=flat.device) - ends[expert]
-    place = torch.where(by_expert < 0, most * block_m, place)  # one place past the end takes what is left out
-    pairs = torch.full((most * block_m + 1,), flat.shape[0], dtype=torch.int32, device=flat.device)
-    pairs.scatter_(0, place, order.int())
-    experts = torch.searchsorted(tile_ends, torch.arange(most, device=flat.device), right=True)
-    return Tiles(pairs[:-1], experts.clamp(max=num_experts - 1).int(), tile_ends[-1:].int())
 
 
 @triton.jit
@@ -59,24 +41,28 @@ def _make_tiles(
 ):
     """One program an expert: each counts all, and writes the tiles of its own."""
     mine = tl.program_id(0)
-    pair = tl.arange(0, PAIRS)
-    chosen = tl.load(ids + pair, pair < pairs, other=-1).to(tl.int32)
+    lane = tl.arange(0, PAIRS)
     expert = tl.arange(0, EXPERTS)
-    counts = tl.histogram(tl.where(chosen < 0, EXPERTS - 1, chosen), EXPERTS)  # the last bin is nobody's
+    counts = tl.zeros([EXPERTS], tl.int32)
+    for lo in range(0, pairs, PAIRS):
+        chosen = tl.load(ids + lo + lane, lo + lane < pairs, other=-1).to(tl.int32)
+        counts += tl.histogram(tl.where(chosen < 0, EXPERTS - 1, chosen), EXPERTS)  # the last bin is nobody's
     used = tl.where(expert < tl.num_programs(0), (counts + BLOCK_M - 1) // BLOCK_M, 0)
     first = tl.sum(tl.where(expert < mine, used, 0), 0)
     number = tl.sum(tl.where(expert == mine, used, 0), 0)
     if mine == 0:
         tl.store(count_out, tl.sum(used, 0))
-    is_mine = chosen == mine
-    count = tl.sum(is_mine.to(tl.int32), 0)
-    place = tl.cumsum(is_mine.to(tl.int32), 0) - 1
-    tl.store(pairs_out + first * BLOCK_M + place, pair, is_mine)
-    lane = tl.arange(0, BLOCK_M)
+    done = 0
+    for lo in range(0, pairs, PAIRS):
+        is_mine = tl.load(ids + lo + lane, lo + lane < pairs, other=-1) == mine
+        place = done + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        tl.store(pairs_out + first * BLOCK_M + place, lo + lane, is_mine)
+        done += tl.sum(is_mine.to(tl.int32), 0)
+    cell = tl.arange(0, BLOCK_M)
     for tile in range(number):
         tl.store(experts_out + first + tile, mine)
-        rest = tile * BLOCK_M + lane
-        tl.store(pairs_out + first * BLOCK_M + rest, tl.zeros([BLOCK_M], tl.int32) + pairs, rest >= count)
+        rest = tile * BLOCK_M + cell
+        tl.store(pairs_out + first * BLOCK_M + rest, tl.zeros([BLOCK_M], tl.int32) + pairs, rest >= done)
 
 
 def grouped_experts(

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+_HEADS = 16  # that one program rotates
+
 
 def add_norm(
     x: torch.Tensor,
@@ -91,7 +93,7 @@ def rotate_and_store(
     heads = q.shape[1] if q is not None else 0
     angles = torch.view_as_real(turn)
     source, target = (q, q_out) if q is not None and q_out is not None else (kv, kv)
-    _rotate_and_store[(rows, 2 if heads else 1)](
+    _rotate_and_store[(rows, 1 + triton.cdiv(heads, _HEADS))](
         source,
         target,
         kv,
@@ -111,7 +113,7 @@ def rotate_and_store(
         cache.stride(0),
         HALF=rope // 2,
         HALF_BLOCK=triton.next_power_of_2(rope // 2),
-        HEADS_BLOCK=triton.next_power_of_2(max(heads, 1)),
+        HEADS_BLOCK=min(_HEADS, triton.next_power_of_2(max(heads, 1))),
         LATENT_BLOCK=triton.next_power_of_2(latent),
         STEP=2 if interleaved else 1,
         APART=1 if interleaved else rope // 2,
@@ -164,17 +166,17 @@ def _rotate_and_store(
         tl.store(entry + APART, (first * sin + second * cos).to(cache.dtype.element_ty), inside)
     else:
         _turn_heads(
-            q + row * q_row, q_head, q_out + row * out_row, out_head, cos, sin, heads, inside,
+            q + row * q_row, q_head, q_out + row * out_row, out_head, cos, sin, tl.program_id(1) - 1, heads, inside,
             pair, HEADS_BLOCK, STEP, APART,
         )  # fmt: skip
 
 
 @triton.jit
 def _turn_heads(
-    q, q_head, q_out, out_head, cos, sin, heads, inside, pair,
+    q, q_head, q_out, out_head, cos, sin, block, heads, inside, pair,
     HEADS_BLOCK: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    head = (block * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK))[:, None]
     inside = (head < heads) & inside[None, :]
     source = q + head * q_head + pair[None, :] * STEP
     target = q_out + head * out_head + pair[None, :] * STEP
@@ -192,7 +194,7 @@ def rotate_in_place(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> N
         return
     half = turn.shape[-1]
     angles = torch.view_as_real(turn)
-    _rotate[(rows,)](
+    _rotate[(rows, triton.cdiv(heads, _HEADS))](
         x,
         angles,
         heads,
@@ -201,7 +203,7 @@ def rotate_in_place(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> N
         angles.stride(0),
         HALF=half,
         HALF_BLOCK=triton.next_power_of_2(half),
-        HEADS_BLOCK=triton.next_power_of_2(heads),
+        HEADS_BLOCK=min(_HEADS, triton.next_power_of_2(heads)),
         STEP=2 if interleaved else 1,
         APART=1 if interleaved else half,
     )
@@ -218,8 +220,9 @@ def _rotate(
     cos = tl.load(angles + row * angle_row + 2 * pair, inside, other=0.0)
     sin = tl.load(angles + row * angle_row + 2 * pair + 1, inside, other=0.0)
     _turn_heads(
-        x + row * x_row, x_head, x + row * x_row, x_head, cos, sin, heads, inside, pair, HEADS_BLOCK, STEP, APART
-    )
+        x + row * x_row, x_head, x + row * x_row, x_head, cos, sin, tl.program_id(1), heads, inside, pair,
+        HEADS_BLOCK, STEP, APART,
+    )  # fmt: skip
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -113,7 +113,8 @@ def test_sparse_is_dense_over_the_same_set(heads: int) -> None:
     gen = generator(562)
     for row, count in enumerate(counts):
         slots[row, :count] = paged.slots(row)[torch.randperm(paged.lengths[row], generator=gen)[:count]].int()
-    got = TorchAttention().sparse(q, paged.cache, slots, scale=0.3, value_dim=16)
+    rows = PagedRows(paged.table, torch.tensor(counts, dtype=torch.int32), 1, 300)
+    got = TorchAttention().sparse(q, paged.cache, slots, rows, scale=0.3, value_dim=16)
     assert torch.equal(got[3], torch.zeros(heads, 16))
     for row, count in enumerate(counts[:3]):
         entries = paged.flat[slots[row, :count].long()]
@@ -126,9 +127,10 @@ def test_sparse_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = PagedCache([300] * 5, 24, seed=570)
     q = torch.randn(5, 4, 24, generator=generator(571))
     slots = torch.stack([paged.slots(row)[::7] for row in range(5)]).int()
-    whole = TorchAttention().sparse(q, paged.cache, slots, scale=0.3, value_dim=16)
+    rows = PagedRows(paged.table, torch.full((5,), slots.shape[1], dtype=torch.int32), 1, 300)
+    whole = TorchAttention().sparse(q, paged.cache, slots, rows, scale=0.3, value_dim=16)
     monkeypatch.setattr(attention_backend, "_GATHER_LIMIT", 100)
-    pieces = TorchAttention().sparse(q, paged.cache, slots, scale=0.3, value_dim=16)
+    pieces = TorchAttention().sparse(q, paged.cache, slots, rows, scale=0.3, value_dim=16)
     torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-6)
 
 
@@ -203,11 +205,11 @@ def test_prefill_of_packed_chunks_with_different_starts(heads: int) -> None:
 def test_backends_have_names() -> None:
     mla = load_model_config(SHIPPED / "tiny-deepseek_v3-yarn").attention
     for name in ("auto", "torch"):
-        assert make_attention_backend(name, mla, 4, 64, CPU).name == "torch"
+        assert make_attention_backend(name, mla, 4, 64, torch.float32, CPU).name == "torch"
     with pytest.raises(ConfigError, match="attention_backend 'triton' needs a GPU: use 'auto' or 'torch'"):
-        make_attention_backend("triton", mla, 4, 64, CPU)
+        make_attention_backend("triton", mla, 4, 64, torch.float32, CPU)
     with pytest.raises(ConfigError, match="attention_backend 'best' is not known"):
-        make_attention_backend("best", mla, 4, 64, CPU)
+        make_attention_backend("best", mla, 4, 64, torch.float32, CPU)
 
 
 class TestMLA:

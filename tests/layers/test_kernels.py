@@ -199,7 +199,9 @@ def test_sparse_attention(splits: int, heads: int, dtype: torch.dtype) -> None:
     slots[2] = -1
     q = randn(4, heads, latent + rope, seed=15, dtype=dtype)
     got = split_attention(q, paged.cache, None, slots, 1, splits, latent)
-    want = TorchAttention().sparse(q.double(), paged.cache.nan_to_num().double(), slots, scale=0.11, value_dim=latent)
+    rows = PagedRows(paged.table, torch.full((4,), 256, device=DEVICE).int(), 2, 256)
+    cache = paged.cache.nan_to_num().double()
+    want = TorchAttention().sparse(q.double(), cache, slots, rows, scale=0.11, value_dim=latent)
     close(got, want, dtype)
     assert (got[2] == 0).all()
 

@@ -370,6 +370,7 @@ def test_a_plan_checks_the_split(tmp_path: Path) -> None:
     [
         ({"num_draft_tokens": 4, "max_num_batched_tokens": 4}, r"num_draft_tokens \(4\) .* do not fit a step"),
         ({"device": "cpu", "topk_backend": "flashinfer"}, "topk_backend 'flashinfer' needs a GPU, and device is cpu"),
+        ({"device": "cpu", "moe_backend": "triton"}, "moe_backend 'triton' needs a GPU, and device is cpu"),
         ({"topk_exchange": "ring"}, "args: engine.topk_exchange: .*'replicated', 'leader' or 'sharded'"),
         ({"max_modle_len": 9}, "args: engine.max_modle_len: unknown setting"),
         ({"parallel": {"tp": 2}}, "args: engine.parallel.tp: unknown setting"),
@@ -377,7 +378,10 @@ def test_a_plan_checks_the_split(tmp_path: Path) -> None:
         ({"parallel": {"tp_size": 0}}, "args: engine.parallel.tp_size: .*greater than or equal to 1"),
         ({"max_model_len": 0}, "args: engine.max_model_len: .*greater than or equal to 1"),
         ({"kv_cache_memory_fraction": 1.0}, "args: engine.kv_cache_memory_fraction: .*less than 1"),
-        ({"attention_backend": "fa9"}, "args: engine.attention_backend: .*'auto', 'torch' or 'triton'"),
+        (
+            {"attention_backend": "fa9"},
+            "args: engine.attention_backend: .*'auto', 'torch', 'triton' or 'flashinfer_fa3'",
+        ),
         ({"model": "/nowhere/at/all"}, "args: engine.model: /nowhere/at/all is not a folder"),
     ],
 )
