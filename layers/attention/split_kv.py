@@ -4,6 +4,7 @@ import torch
 
 from configs.engine import PAGE_SIZE
 from layers.attention.backend import PagedRows, PrefillRows, TorchAttention
+from layers.attention.counters import CounterBuffers
 from layers.kernels.mla import MAX_SPLITS, block_m, mla_decode, workspace_size
 from layers.kernels.ops import sm_count
 
@@ -12,14 +13,16 @@ _PROGRAMS_PER_SM = 2
 
 class SplitKVAttention:
     """Lengths are read on the device: nothing is planned, and one captured launch serves any lengths up to its
-    bound. Workspace and counters belong to one stream and are made once."""
+    bound. The workspace belongs to one stream and is made once, as are the counters."""
 
     name = "triton"
 
     def __init__(self, device: torch.device, heads: int, latent: int, max_rows: int) -> None:
-        self._programs = _PROGRAMS_PER_SM * sm_count(device)
+        sms = sm_count(device)
+        self._programs = _PROGRAMS_PER_SM * sms
+        self.counters = CounterBuffers(heads, sms, device)
+        self.counters.reserve(max_rows)
         self._workspace = torch.empty(workspace_size(self._programs, latent), device=device)
-        self._counters = torch.zeros(max(max_rows * heads, self._programs), dtype=torch.int32, device=device)
         self._prefill = TorchAttention()
 
     def decode(
@@ -61,5 +64,6 @@ class SplitKVAttention:
         members = per_group * heads
         groups = rows // per_group * -(-members // block_m(members))
         splits = max(1, min(MAX_SPLITS, self._programs // max(groups, 1), -(-max_length // PAGE_SIZE)))
-        mla_decode(q, cache, lengths, table, per_group, splits, scale, value_dim, out, self._workspace, self._counters)
+        counters = self.counters.take(rows).view(torch.int32)
+        mla_decode(q, cache, lengths, table, per_group, splits, scale, value_dim, out, self._workspace, counters)
         return out

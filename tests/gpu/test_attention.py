@@ -9,6 +9,10 @@ from layers.attention.backend import AttentionBackend, PagedRows, TorchAttention
 from layers.attention.backends import make_attention_backend
 from tests.oracles import SHIPPED
 
+pytest.importorskip("triton")
+
+from layers.attention.split_kv import SplitKVAttention
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CUDA = torch.device("cuda")
@@ -26,6 +30,18 @@ def make(name: str, heads: int, max_rows: int = 64) -> AttentionBackend:
         return make_attention_backend(name, CONFIG, heads, max_rows, torch.bfloat16, CUDA)
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+def decode(backend: AttentionBackend, q: torch.Tensor, cache: torch.Tensor, rows: PagedRows) -> torch.Tensor:
+    """One launch; whatever it was, it leaves all counters at zero."""
+    got = backend.decode(q, cache, rows, scale=SCALE, value_dim=LATENT)
+    check_counters(backend)
+    return got
+
+
+def check_counters(backend: AttentionBackend) -> None:
+    if isinstance(backend, SplitKVAttention):
+        assert not backend.counters.reserve(1).any()
 
 
 class Batch:
@@ -63,8 +79,7 @@ def test_dense(name: str, heads: int, n: int) -> None:
     backend = make(name, heads)
     for seed, lengths in enumerate(([4097], BORDERS, [300] * 70)):
         batch = Batch(lengths, heads, n, seed)
-        got = backend.decode(batch.q, batch.cache, batch.rows, scale=SCALE, value_dim=LATENT)
-        close(got, batch.want())
+        close(decode(backend, batch.q, batch.cache, batch.rows), batch.want())
 
 
 @backends
@@ -79,6 +94,7 @@ def test_sparse(name: str, heads: int) -> None:
         slots = torch.where(torch.arange(k, device=CUDA) < lengths[:, None], shuffled, -1)
         rows = PagedRows(batch.table, lengths, 1, 640)
         got = backend.sparse(batch.q, batch.cache, slots, rows, scale=SCALE, value_dim=LATENT)
+        check_counters(backend)
         want = TorchAttention().sparse(
             batch.q.double(), batch.cache.double(), slots, rows, scale=SCALE, value_dim=LATENT
         )
@@ -92,7 +108,7 @@ def test_more_rows_than_a_plan_takes(name: str) -> None:
     batch = Batch([8193], 4, 1, 20)
     q = torch.randn(8193, 4, LATENT + ROPE, device=CUDA, generator=torch.Generator(CUDA).manual_seed(21)).bfloat16()
     rows = PagedRows(batch.table, torch.arange(1, 8194, device=CUDA).int(), 8193, 8193, start=0)
-    got = backend.decode(q, batch.cache, rows, scale=SCALE, value_dim=LATENT)
+    got = decode(backend, q, batch.cache, rows)
     some = torch.tensor([0, 63, 64, 5000, 8191, 8192], device=CUDA)
     seen = PagedRows(batch.table.expand(6, -1), rows.lengths[some], 1, 8193)
     want = TorchAttention().decode(q[some].double(), batch.cache.double(), seen, scale=SCALE, value_dim=LATENT)
@@ -124,6 +140,7 @@ def test_a_replayed_graph_follows_its_inputs(name: str, heads: int) -> None:
             (batch.rows.lengths, new.rows.lengths),
         ):
             old.copy_(changed)
-        backend.decode(wide_q, other.cache, wide, scale=SCALE, value_dim=LATENT)
+        decode(backend, wide_q, other.cache, wide)
         graph.replay()
         close(got, new.want())
+        check_counters(backend)

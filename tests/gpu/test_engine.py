@@ -4,12 +4,13 @@ Skipped where torch finds no GPU.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from serve.llm import LLM
+from serve.llm import LLM, Completion
 from tests.oracles import PromptReference, load_reference, oracle_folders
 from workers.step import SamplingParams
 
@@ -33,10 +34,27 @@ def check_logits(llm: LLM, prompts: list[PromptReference]) -> None:
         assert np.abs(got - prompt.logits.numpy()).max() <= TOLERANCE
 
 
+def check_greedy(llm: LLM, prompts: list[PromptReference]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=len(prompts[0].greedy), ignore_eos=True)
+    done = llm.generate([prompt.prompt for prompt in prompts], params)
+    for completion, prompt in zip(done, prompts, strict=True):
+        decided = prompt.num_decided(1e-3)
+        assert completion.token_ids[:decided] == prompt.greedy[:decided]
+
+
 @every_oracle
-@pytest.mark.parametrize("chunk", [1024, 7])
-def test_float32_logits(folder: Path, chunk: int) -> None:
-    with LLM(folder, device="cuda", dtype="float32", kv_cache_bytes=CACHE, max_num_batched_tokens=chunk) as llm:
+def test_float32(folder: Path) -> None:
+    """Logits in pieces of seven, and greedy continuations through captured steps."""
+    prompts = load_reference(folder).prompts
+    settings = {"device": "cuda", "dtype": "float32", "kv_cache_bytes": CACHE, "max_num_seqs": 4}
+    with LLM(folder, max_num_batched_tokens=7, **settings) as llm:
+        check_logits(llm, prompts)
+        check_greedy(llm, prompts)
+
+
+def test_float32_logits_in_one_piece() -> None:
+    folder = oracle_folders("deepseek_v2")[0]
+    with LLM(folder, device="cuda", dtype="float32", kv_cache_bytes=CACHE, max_num_seqs=4) as llm:
         check_logits(llm, load_reference(folder).prompts)
 
 
@@ -47,11 +65,7 @@ def test_two_ranks(folder: Path, ep: int) -> None:
     prompts = load_reference(folder).prompts
     with LLM(folder, tp=2, ep=ep, device="cuda", dtype="float32", kv_cache_bytes=CACHE) as llm:
         check_logits(llm, prompts)
-        params = SamplingParams(temperature=0, max_tokens=len(prompts[0].greedy), ignore_eos=True)
-        done = llm.generate([prompt.prompt for prompt in prompts], params)
-    for completion, prompt in zip(done, prompts, strict=True):
-        decided = prompt.num_decided(1e-3)
-        assert completion.token_ids[:decided] == prompt.greedy[:decided]
+        check_greedy(llm, prompts)
 
 
 def test_bfloat16_errs_no_more_than_transformers_on_a_cpu() -> None:
@@ -94,21 +108,46 @@ def test_the_cache_takes_the_memory_fraction(tiny_model: Path) -> None:
     assert 0.4 * total < used < 0.5 * total
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 3])
-def test_drafts_change_nothing(tiny_model: Path, drafts: int) -> None:
-    """Greedy and seeded, short and past index_topk; and as many drafts are accepted as on a CPU."""
-    prompts = [*PROMPTS, " ".join(PROMPTS * 12)]
-    for params in (
-        SamplingParams(temperature=0, max_tokens=90, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=60, ignore_eos=True),
-    ):
-        texts = []
-        for count in (0, drafts):
-            settings = {"device": "cuda", "dtype": "float32", "kv_cache_bytes": CACHE, "draft_policy": "fixed"}
-            with LLM(tiny_model, num_draft_tokens=count, **settings) as llm:
-                texts.append([done.token_ids for done in llm.generate(prompts, params)])
-                stats = llm.engine.stats
-        assert texts[0] == texts[1]
+@pytest.fixture(scope="module")
+def mixed(tiny_model: Path) -> tuple[list[str], list[SamplingParams]]:
+    """Requests of every kind, short and past index_topk, that end one after the other."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 5, "top_p": 0.9},
+        {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 0.8, "seed": 6, "top_k": 20, "logit_bias": {17: -100.0, 19: 2.0}},
+        {"temperature": 0, "logprobs": 3},
+        {"temperature": 0},
+    ]
+    prompts = [*PROMPTS, "The sons of", " ".join(PROMPTS * 12)]
+    return prompts, [SamplingParams(max_tokens=30 + 12 * i, ignore_eos=True, **kind) for i, kind in enumerate(kinds)]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path, mixed: tuple[list[str], list[SamplingParams]]) -> list[Completion]:
+    """Their answers without drafts and without graphs."""
+    settings = {"device": "cuda", "dtype": "float32", "kv_cache_bytes": CACHE}
+    with LLM(tiny_model, cuda_graphs=False, **settings) as llm:
+        return llm.generate(*mixed)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 2, 3])
+def test_graphs_and_drafts_change_nothing(
+    tiny_model: Path, mixed: tuple[list[str], list[SamplingParams]], plain: list[Completion], drafts: int
+) -> None:
+    """Nor does a prefill of more than 8192 rows between replays; as many drafts are accepted as on a CPU."""
+    settings = {"device": "cuda", "dtype": "float32", "kv_cache_bytes": CACHE, "max_num_batched_tokens": 9000}
+    with LLM(tiny_model, num_draft_tokens=drafts, draft_policy="fixed", **settings) as llm:
+        first = llm.submit(*mixed)
+        long = [[*range(100 + i, 3100 + i)] for i in range(3)]
+        llm.generate(long, SamplingParams(temperature=0, max_tokens=4))
+        for answers in ([future.result() for future in first], llm.generate(*mixed)):
+            assert [done.token_ids for done in answers] == [done.token_ids for done in plain]
+            for got, want in zip(answers[4].logprobs, plain[4].logprobs, strict=True):
+                assert got.top_ids == want.top_ids
+                np.testing.assert_allclose(got.top_logprobs, want.top_logprobs, atol=1e-4)
+        stats = llm.engine.stats
+    if drafts:
         assert stats is not None
         assert sum(stats.accepted_per_position) / stats.verifications > (0.6, 1.0, 1.3)[drafts - 1]
 
