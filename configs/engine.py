@@ -34,6 +34,9 @@ class EngineConfig(Settings):
     model: Path = Field(description="folder of a Hugging Face checkpoint")
     parallel: ParallelConfig = ParallelConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    load_format: Literal["safetensors", "dummy"] = Field(
+        default="safetensors", description="dummy = random weights from config.json alone, to measure speed"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="compute type; auto = the checkpoint's on a GPU, float32 on a CPU"
     )

@@ -22,6 +22,7 @@ from workers.drafter import Drafter
 from workers.graphs import DecodeGraphs, GraphKey
 from workers.loader import differs, load_weights
 from workers.prompt_scores import PromptScorer
+from workers.random_weights import fill_randomly
 from workers.result import LaunchedStep, OnHost, StepResult
 from workers.sampler import Needs, Sampler, Verdict, score_tokens
 from workers.step import PromptScores, StepOutput, StepPlan, TokenLogprobs
@@ -68,7 +69,10 @@ class ModelRunner:
         num_mtp = min(config.num_draft_tokens, model_config.mtp.num_modules) if model_config.mtp else 0
         positions = max_model_len + overshoot(config.num_draft_tokens)
         self.model = Decoder(context, model_config, positions, num_mtp, self._own_tensors(num_mtp))
-        load_weights(self.model, config.model, progress)
+        if config.load_format == "dummy":
+            fill_randomly(self.model, tp.rank, progress)
+        else:
+            load_weights(self.model, config.model, progress)
         keys = context.sparse.keys if context.sparse is not None else None
         self.layout = CacheLayout.of(model_config, num_mtp, self.dtype, keys)
         self.sampler = Sampler(
@@ -202,6 +206,8 @@ class ModelRunner:
 
     def _own_tensors(self, num_mtp: int) -> frozenset[str]:
         """Embeddings and heads that the checkpoint holds for MTP modules and that differ from the model's."""
+        if self.config.load_format == "dummy":
+            return frozenset()
         rows = self.tp.shard(0, self.model_config.vocab_size)
         embedding = "model.embed_tokens.weight"
         head = embedding if self.model_config.tie_word_embeddings else "lm_head.weight"
