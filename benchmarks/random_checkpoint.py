@@ -2,8 +2,8 @@
 
     python benchmarks/random_checkpoint.py v2-lite FOLDER [--device auto]
 
-bfloat16 safetensors of up to 4 GB with an index; the weights are those of `load_format: dummy`, every time the same. The
-tokenizer is the shipped model's: its ids are ids of every preset.
+bfloat16 safetensors of up to 4 GB with an index; the weights are those of `load_format: dummy`, every time the same.
+The tokenizer is the shipped model's, whose ids every released vocabulary has.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Random weights that keep a model's numbers finite and its router balanced: for measuring speed without a checkpoint."""
+"""Random weights that keep a model's numbers finite and its router balanced, to measure speed without a checkpoint."""
 
 import zlib
 from collections.abc import Callable
