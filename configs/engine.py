@@ -54,8 +54,10 @@ class EngineConfig(Settings):
         default=True, description="GPU: replay captured decode steps; off = launch every kernel, for debugging"
     )
     max_inflight_steps: Literal[1, 2] = Field(default=2, description="2 = plan step N+1 while step N runs")
-    attention_backend: Literal["auto", "torch", "triton", "flashinfer_fa3"] = Field(
-        default="auto", description="auto = the fastest that runs: FlashInfer's on Hopper in bfloat16, else Triton's"
+    attention_backend: Literal["auto", "torch", "triton", "flashinfer_fa3", "trtllm_gen"] = Field(
+        default="auto",
+        description="auto = the fastest measured: FlashInfer's FA3 kernel on Hopper in bfloat16, else Triton's; "
+        "trtllm_gen = FlashInfer's for Blackwell, not run yet",
     )
     moe_backend: Literal["auto", "torch", "triton"] = "auto"
     kernel_backend: Literal["auto", "torch", "triton"] = Field(

@@ -7,6 +7,7 @@ import torch
 from configs.base import ConfigError
 from configs.model import MLAConfig
 from layers.attention.backend import AttentionBackend, TorchAttention
+from layers.attention.trtllm_gen import make_trtllm_gen
 from layers.kernels.available import require_triton, triton_runs
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ def make_attention_backend(
         return TorchAttention()
     if name == "flashinfer_fa3":
         return _make_fa3(mla, heads, dtype, device)
+    if name == "trtllm_gen":
+        return make_trtllm_gen(mla, heads, max_rows, dtype, device)
     if name == "auto":
         try:
             return _make_fa3(mla, heads, dtype, device)
@@ -32,7 +35,8 @@ def make_attention_backend(
         from layers.attention.split_kv import SplitKVAttention
 
         return SplitKVAttention(device, heads, mla.kv_lora_rank, max_rows)
-    raise ConfigError(f"attention_backend {name!r} is not known: use 'auto', 'torch', 'triton' or 'flashinfer_fa3'")
+    known = "'auto', 'torch', 'triton', 'flashinfer_fa3' or 'trtllm_gen'"
+    raise ConfigError(f"attention_backend {name!r} is not known: use {known}")
 
 
 def _make_fa3(mla: MLAConfig, heads: int, dtype: torch.dtype, device: torch.device) -> AttentionBackend:

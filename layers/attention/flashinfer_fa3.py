@@ -10,11 +10,11 @@ from importlib import import_module, metadata
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from configs.base import ConfigError
 from configs.model import MLAConfig
 from layers.attention.backend import PagedRows, PrefillRows, TorchAttention
+from layers.attention.flashinfer_version import require_flashinfer
 from layers.kernels.available import require_triton
 from layers.kernels.mla_plan import TILE, PlanLayout, write_plan
 
@@ -151,15 +151,7 @@ def make_flashinfer_fa3(mla: MLAConfig, heads: int, dtype: torch.dtype, device: 
             f"attention_backend {NAME!r} takes bfloat16, kv_lora_rank {_LATENT}, qk_rope_head_dim {_ROPE} and up to "
             f"{_MAX_HEADS} heads a rank, not {dtype}, {mla.kv_lora_rank}, {mla.qk_rope_head_dim}, {heads}: use 'triton'"
         )
-    try:
-        installed = metadata.version("flashinfer-python")
-    except metadata.PackageNotFoundError:
-        installed = None
-    if installed is None or Version(installed) < Version(MINIMUM_VERSION):
-        raise ConfigError(
-            f"attention_backend {NAME!r} needs flashinfer-python >= {MINIMUM_VERSION}, installed is "
-            f"{installed or 'none'}: install shoal[gpu], or use 'triton'"
-        )
+    require_flashinfer(f"attention_backend {NAME!r}", MINIMUM_VERSION, "'triton'")
     try:
         wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper
         return FlashInferFA3(wrapper, heads, mla.softmax_scale, device)

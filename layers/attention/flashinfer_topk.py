@@ -1,13 +1,13 @@
 """FlashInfer's top-k as selection backends. FlashInfer is optional: nothing here imports it before it is asked for."""
 
 from collections.abc import Callable
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
-from packaging.version import Version
 
 from configs.base import ConfigError
+from layers.attention.flashinfer_version import require_flashinfer
 from layers.attention.topk import TieBreak, TopKMetadata, translate
 
 MINIMUM_VERSION = "0.6.18"  # the first whose page-table transform takes pages, and buffers for both outputs
@@ -87,7 +87,7 @@ def make_flashinfer_topk(
     old, a k or a card that its graph-safe kernel cannot take."""
     if device.type != "cuda":
         raise ConfigError(f"topk_backend {name!r} needs a GPU, this worker runs on {device.type}: use 'torch'")
-    check_version(name)
+    require_flashinfer(f"topk_backend {name!r}", MINIMUM_VERSION, "'torch'")
     if k > MAX_K:
         raise ConfigError(f"topk_backend {name!r} selects at most {MAX_K}, index_topk is {k}: use 'torch'")
     shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -100,19 +100,3 @@ def make_flashinfer_topk(
     if name == "flashinfer":
         return FusedTopK(flashinfer.top_k_page_table_transform, tie_break, deterministic=deterministic)
     return UnfusedTopK(flashinfer.top_k, tie_break, deterministic=deterministic)
-
-
-def check_version(name: str) -> None:
-    """Raises ConfigError unless a FlashInfer is installed that has what the backend calls."""
-    try:
-        installed = metadata.version("flashinfer-python")
-    except metadata.PackageNotFoundError:
-        raise ConfigError(
-            f"topk_backend {name!r} needs flashinfer-python >= {MINIMUM_VERSION}, which is not installed: "
-            "install shoal[gpu], or use 'torch'"
-        ) from None
-    if Version(installed) < Version(MINIMUM_VERSION):
-        raise ConfigError(
-            f"topk_backend {name!r} needs flashinfer-python >= {MINIMUM_VERSION}, installed is {installed}: "
-            "upgrade it, or use 'torch'"
-        )

@@ -11,7 +11,8 @@ import torch
 
 from configs.base import ConfigError
 from layers.attention import flashinfer_topk
-from layers.attention.flashinfer_topk import FusedTopK, UnfusedTopK, check_version, make_flashinfer_topk
+from layers.attention.flashinfer_topk import FusedTopK, UnfusedTopK, make_flashinfer_topk
+from layers.attention.flashinfer_version import require_flashinfer
 from layers.attention.topk import TopKMetadata, TorchTopK
 from layers.attention.topk_backends import make_topk_backend
 from tests.layers.test_topk import generator, metadata
@@ -109,7 +110,7 @@ def test_the_installed_package_takes_the_calls(monkeypatch: pytest.MonkeyPatch, 
 def test_the_route_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = SimpleNamespace(top_k_page_table_transform=Recorder(), top_k=Recorder())
     monkeypatch.setattr(flashinfer_topk, "import_module", lambda name: functions)
-    monkeypatch.setattr(flashinfer_topk.metadata, "version", lambda name: "0.6.18.post1")
+    monkeypatch.setattr(package_metadata, "version", lambda name: "0.6.18.post1")
     card = SimpleNamespace(shared_memory_per_multiprocessor=228 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     for name in ("flashinfer", "flashinfer_unfused"):
@@ -131,14 +132,14 @@ def test_a_cpu_has_no_such_backend() -> None:
 @pytest.mark.parametrize("version", ["0.6.18", "0.6.18.post1", "0.7.4", "1.0"])
 def test_versions_that_will_do(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(package_metadata, "version", lambda name: version)
-    check_version("flashinfer")
+    require_flashinfer("topk_backend 'flashinfer'", "0.6.18", "'torch'")
 
 
 @pytest.mark.parametrize("version", ["0.6.17", "0.6.18rc7", "0.6.9"])
 def test_versions_that_are_too_old(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(package_metadata, "version", lambda name: version)
     with pytest.raises(ConfigError, match=rf"needs flashinfer-python >= 0.6.18, installed is {version}: upgrade"):
-        check_version("flashinfer")
+        require_flashinfer("topk_backend 'flashinfer'", "0.6.18", "'torch'")
 
 
 def test_none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,4 +148,4 @@ def test_none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(package_metadata, "version", missing)
     with pytest.raises(ConfigError, match=r"which is not installed: install shoal\[gpu\], or use 'torch'"):
-        check_version("flashinfer")
+        require_flashinfer("topk_backend 'flashinfer'", "0.6.18", "'torch'")

@@ -380,7 +380,7 @@ def test_a_plan_checks_the_split(tmp_path: Path) -> None:
         ({"kv_cache_memory_fraction": 1.0}, "args: engine.kv_cache_memory_fraction: .*less than 1"),
         (
             {"attention_backend": "fa9"},
-            "args: engine.attention_backend: .*'auto', 'torch', 'triton' or 'flashinfer_fa3'",
+            "args: engine.attention_backend: .*'flashinfer_fa3' or 'trtllm_gen'",
         ),
         ({"model": "/nowhere/at/all"}, "args: engine.model: /nowhere/at/all is not a folder"),
     ],
