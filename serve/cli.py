@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from configs.base import ConfigError
-from serve import cli_offline, cli_online
+from serve import cli_bench, cli_offline, cli_online
 from serve.errors import EngineDeadError
 
 
@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     cli_online.add_commands(commands)
     cli_offline.add_commands(commands)
+    cli_bench.add_commands(commands)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

@@ -4,13 +4,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
-
-from safetensors.numpy import save_file
+from typing import TYPE_CHECKING, Any
 
 from serve.driver.messages import StartupProgress
-from serve.llm import LLM, Prompt
 from workers.step import SamplingParams
+
+if TYPE_CHECKING:  # what loads torch is imported when a command needs it: other commands start fast
+    from serve.llm import LLM, Prompt
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -67,11 +67,15 @@ def _logits(args: argparse.Namespace) -> int:
     chunk = {} if args.prefill_chunk is None else {"max_num_batched_tokens": args.prefill_chunk}
     with _llm(args, enable_prefix_caching=False, **chunk) as llm:
         results = llm.logits(prompts)
+    from safetensors.numpy import save_file
+
     save_file({str(i): rows for i, rows in enumerate(results)}, args.out)
     return 0
 
 
-def _llm(args: argparse.Namespace, **settings: Any) -> LLM:
+def _llm(args: argparse.Namespace, **settings: Any) -> "LLM":
+    from serve.llm import LLM
+
     return LLM(args.model, tp=args.tp, ep=args.ep, dtype=args.dtype, on_progress=_show_progress, **settings)
 
 
@@ -82,7 +86,7 @@ def _show_progress(progress: StartupProgress) -> None:
         print(f"\rloading weights {done:.0f} of {total:.0f} MiB", end=end, file=sys.stderr, flush=True)
 
 
-def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
+def _read_prompts(args: argparse.Namespace) -> "list[Prompt]":
     path = args.ids or args.prompts
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -13,7 +13,6 @@ from typing import Any
 from configs.base import ConfigError
 from configs.engine import ServeConfig
 from serve.chat_cli import run_chat
-from serve.hosting import EnginePlan
 from serve.tokenizer import Tokenizer
 
 APPLICATION = "shoal"
@@ -66,6 +65,8 @@ def serve_args(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from serve.hosting import EnginePlan  # loads torch, which other commands can do without
+
     application_args = serve_args(args)
     config = ServeConfig.from_args(application_args)
     EnginePlan.make(config.engine)

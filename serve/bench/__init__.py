@@ -1,0 +1,1 @@
+"""Load generators and what is reported of them."""
