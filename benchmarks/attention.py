@@ -2,8 +2,8 @@
 
     python benchmarks/attention.py [--heads 16 64 128] [--quick] [--out results.md]
 
-A figure is the median time of a call in a CUDA graph of 20 calls over different queries, in microseconds; a plan that is
-made once a step is made once in the graph. The floor is the cache's bytes at 4.8 TB/s. bfloat16, latents of 512 + 64.
+A figure is the median time of a call in a CUDA graph of 20 calls over different queries, in microseconds; a plan that
+is made once a step is made once. The floor is the cache's bytes at 4.8 TB/s. bfloat16, latents of 512 + 64.
 """
 
 import argparse
