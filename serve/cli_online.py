@@ -27,6 +27,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     serve.add_argument("--ep", type=int, default=1, help="expert partitions (divides --tp)")
     serve.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     serve.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    serve.add_argument("--load-format", choices=["safetensors", "dummy"], help="dummy = random weights, for benchmarks")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (0.0.0.0 = all)")
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--served-model-name", help="name clients use (default: the folder's)")
@@ -52,6 +53,7 @@ def serve_args(args: argparse.Namespace) -> dict[str, Any]:
         "parallel": {"tp_size": args.tp, "ep_size": args.ep},
         "device": args.device,
         "dtype": args.dtype,
+        "load_format": args.load_format,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,

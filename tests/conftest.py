@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.kernels  # noqa: F401  (says how Triton runs, before any kernel is imported)
 from tests import REPOSITORY
 
 

@@ -223,7 +223,7 @@ class ModelRunner:
         if self.device.type != "cuda":
             return None
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._widest_step()
+        self._rehearse()
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.empty_cache()
@@ -232,19 +232,28 @@ class ModelRunner:
         return int(total * self.config.kv_cache_memory_fraction) - peak - others
 
     @torch.inference_mode()
-    def _widest_step(self) -> None:
-        """A prefill of as many rows as a step may have, into a throw-away cache, and logits of all that can be
-        sampled; with sparse attention once more as one long chunk."""
-        rows = min(self.config.max_num_batched_tokens, self.max_model_len)
-        caches = self.layout.allocate(-(-rows // PAGE_SIZE), self.device)
+    def _rehearse(self) -> None:
+        """Prefill of as many rows as a step may have, then of ever fewer, into a throw-away cache, and logits of all
+        that can be sampled: what it takes at most, and every kernel that depends on the number of rows compiled before
+        the first request."""
+        rows = widest = min(self.config.max_num_batched_tokens, self.max_model_len)
+        caches = self.layout.allocate(-(-widest // PAGE_SIZE), self.device)
+        while rows:
+            hidden = self._prefill(rows, caches)
+            self.model.logits(hidden[: self.config.max_num_seqs * (1 + self.config.num_draft_tokens)])
+            rows //= 2
+
+    def _prefill(self, rows: int, caches: list[LayerCache]) -> torch.Tensor:
+        """One prompt of `rows` tokens; with sparse attention once more as a chunk of a long one."""
         ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
         slots = torch.arange(rows, device=self.device)
-        hidden = self.model(ids, slots, caches, AttentionBatch(slots, (), PrefillRows([0, rows], [0, rows], slots)))
-        self.model.logits(hidden[: self.config.max_num_seqs * (1 + self.config.num_draft_tokens)])
+        chunk = PrefillRows([0, rows], [0, rows], slots)
+        hidden = self.model(ids, slots, caches, AttentionBatch(slots, (), chunk))
         if self.model_config.indexer is not None:
             table = torch.arange(-(-rows // PAGE_SIZE), dtype=torch.int32, device=self.device)[None]
-            chunk = PagedRows(table, (slots + 1).int(), rows, rows, start=0)
-            self.model(ids, slots, caches, AttentionBatch(slots, (chunk,)))
+            long = PagedRows(table, (slots + 1).int(), rows, rows, start=0)
+            self.model(ids, slots, caches, AttentionBatch(slots, (long,)))
+        return hidden
 
 
 def compute_dtype(setting: str, checkpoint: str, device: torch.device) -> torch.dtype:

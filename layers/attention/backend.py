@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from configs.engine import PAGE_SIZE
 
+QUERY_TILE = 128
 # Cache entries gathered at a time by the reference: bounds its temporary at a few hundred MB.
 _GATHER_LIMIT = 1 << 17
 
@@ -75,6 +76,21 @@ class PrefillRows:
     q_offsets: list[int]
     k_offsets: list[int]
     context_slots: torch.Tensor  # [k_offsets[-1]] int64, physical cache slots of all the chunks' keys
+
+    @cached_property
+    def tiles(self) -> torch.Tensor:
+        """The queries in tiles of up to QUERY_TILE, none with rows of two chunks: [tiles, 4] int32, its first row, the
+        end of its chunk's rows, its chunk's first key, and the last key that a row sees less the row's number."""
+        tiles = [
+            (first, q_end, k_start, k_end - q_end)
+            for q_start, q_end, k_start, k_end in zip(
+                self.q_offsets, self.q_offsets[1:], self.k_offsets, self.k_offsets[1:], strict=False
+            )
+            for first in range(q_start, q_end, QUERY_TILE)
+        ]
+        host = torch.tensor(tiles, dtype=torch.int32)
+        device = self.context_slots.device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 @dataclass(frozen=True)

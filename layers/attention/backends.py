@@ -34,7 +34,7 @@ def make_attention_backend(
         require_triton("attention_backend", device)
         from layers.attention.split_kv import SplitKVAttention
 
-        return SplitKVAttention(device, heads, mla.kv_lora_rank, max_rows)
+        return SplitKVAttention(device, heads, mla.kv_lora_rank, max_rows, dtype)
     known = "'auto', 'torch', 'triton', 'flashinfer_fa3' or 'trtllm_gen'"
     raise ConfigError(f"attention_backend {name!r} is not known: use {known}")
 

@@ -13,8 +13,9 @@ import torch
 
 from configs.base import ConfigError
 from configs.model import MLAConfig
-from layers.attention.backend import PagedRows, PrefillRows, TorchAttention
+from layers.attention.backend import PagedRows, PrefillRows
 from layers.attention.flashinfer_version import require_flashinfer
+from layers.attention.prefill import TritonPrefill
 from layers.kernels.available import require_triton
 from layers.kernels.mla_plan import TILE, PlanLayout, write_plan
 
@@ -44,7 +45,7 @@ class FlashInferFA3:
         # Dense and sparse plans lie in workspaces of their own: a step may alternate between them layer by layer.
         self._plans = {size: run._int_workspace_buffer.view(torch.int32) for size, run in self._runs.items()}
         self._planned: dict[int, tuple[PagedRows, int, int]] = {}
-        self._prefill = TorchAttention()
+        self._prefill = TritonPrefill()
 
     def decode(
         self, q: torch.Tensor, cache: torch.Tensor, rows: PagedRows, *, scale: float, value_dim: int

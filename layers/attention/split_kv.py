@@ -3,8 +3,9 @@
 import torch
 
 from configs.engine import PAGE_SIZE
-from layers.attention.backend import PagedRows, PrefillRows, TorchAttention
+from layers.attention.backend import PagedRows, PrefillRows
 from layers.attention.counters import CounterBuffers
+from layers.attention.prefill import make_prefill
 from layers.kernels.mla import MAX_SPLITS, block_m, mla_decode, workspace_size
 from layers.kernels.ops import sm_count
 
@@ -17,13 +18,13 @@ class SplitKVAttention:
 
     name = "triton"
 
-    def __init__(self, device: torch.device, heads: int, latent: int, max_rows: int) -> None:
+    def __init__(self, device: torch.device, heads: int, latent: int, max_rows: int, dtype: torch.dtype) -> None:
         sms = sm_count(device)
         self._programs = _PROGRAMS_PER_SM * sms
         self.counters = CounterBuffers(heads, sms, device)
         self.counters.reserve(max_rows)
         self._workspace = torch.empty(workspace_size(self._programs, latent), device=device)
-        self._prefill = TorchAttention()
+        self._prefill = make_prefill(dtype)
 
     def decode(
         self, q: torch.Tensor, cache: torch.Tensor, rows: PagedRows, *, scale: float, value_dim: int

@@ -5,6 +5,7 @@ No Blackwell card was at hand: the calls are tested against FlashInfer's signatu
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,10 @@ from configs.model import MLAConfig
 from layers.attention.backend import PagedRows, PrefillRows, TorchAttention
 from layers.attention.counters import CounterBuffers
 from layers.attention.flashinfer_version import require_flashinfer
+from layers.kernels.available import require_triton
+
+if TYPE_CHECKING:
+    from layers.attention.prefill import TritonPrefill
 
 NAME = "trtllm_gen"
 MINIMUM_VERSION = "0.6.18"
@@ -33,14 +38,15 @@ class TrtllmGenAttention:
         max_rows: int,
         sm_count: int,
         device: torch.device,
+        prefill: "TritonPrefill | TorchAttention",
     ) -> None:
-        """`decode`: flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla."""
+        """`decode`: flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla; `prefill`: who attends for prefill rows."""
         self._decode = decode
         self._mla = mla
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.counters = CounterBuffers(heads, sm_count, device)
         self.counters.reserve(max_rows)
-        self._prefill = TorchAttention()
+        self._prefill = prefill
 
     def decode(
         self, q: torch.Tensor, cache: torch.Tensor, rows: PagedRows, *, scale: float, value_dim: int
@@ -111,7 +117,10 @@ def make_trtllm_gen(
             f"attention_backend {NAME!r} takes bfloat16, kv_lora_rank {_LATENT}, qk_rope_head_dim {_ROPE} and up to 64 "
             f"or 128 heads a rank, not {dtype}, {mla.kv_lora_rank}, {mla.qk_rope_head_dim}, {heads}: use 'auto'"
         )
+    require_triton("attention_backend", device)
     require_flashinfer(f"attention_backend {NAME!r}", MINIMUM_VERSION, "'triton'")
     decode = import_module("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    return TrtllmGenAttention(decode, mla, heads, max_rows, sm_count, device)
+    from layers.attention.prefill import make_prefill
+
+    return TrtllmGenAttention(decode, mla, heads, max_rows, sm_count, device, make_prefill(dtype))

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-_AT_ONCE = 4096  # pairs that a program looks at at a time
+_AT_ONCE = (64, 512, 4096)  # pairs that a program looks at at a time: few sizes, since each is compiled
 
 
 class Tiles(NamedTuple):
@@ -27,7 +27,7 @@ def make_tiles(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> Tile
         expert_ids,
         *tiles,
         pairs,
-        PAIRS=max(16, min(_AT_ONCE, triton.next_power_of_2(pairs))),
+        PAIRS=next((size for size in _AT_ONCE if size >= pairs), _AT_ONCE[-1]),
         EXPERTS=triton.next_power_of_2(num_experts + 1),
         BLOCK_M=block_m,
         num_warps=4 if pairs <= 512 else 8,
@@ -35,7 +35,7 @@ def make_tiles(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> Tile
     return tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _make_tiles(
     ids, pairs_out, experts_out, count_out, pairs, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
 ):
@@ -126,7 +126,7 @@ def _shape(dtype: torch.dtype, block_m: int) -> _Shape:
     return _Shape(128, 64, 8, 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _gate_up(
     x, w, out, tile_pairs, tile_experts, tile_count, pairs, hidden, width, k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -155,7 +155,7 @@ def _gate_up(
     tl.store(out + pair.to(tl.int64)[:, None] * width + column[None, :], value, real[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _down(
     x, w, out, weights, tile_pairs, tile_experts, tile_count, pairs, width, hidden,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -52,7 +52,7 @@ def paged_index_scores(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths", "rows_per_table", "table_stride", "out_stride"])
 def _index_scores(
     q,
     gates,

@@ -84,7 +84,7 @@ def block_m(per_group: int) -> int:
     return min(64, max(16, triton.next_power_of_2(per_group)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths", "rows_per_group", "table_width", "table_stride"])
 def _mla_decode(
     q,
     cache,

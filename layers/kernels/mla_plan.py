@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+_ROWS = (64, 512, 8192)  # of a plan: few sizes, since each is compiled
 TILE = 64  # positions and heads that the kernel takes at a time
 
 
@@ -51,7 +52,7 @@ def write_plan(
     one tile of a cluster.
     """
     rows = lengths.shape[0]
-    block = max(16, triton.next_power_of_2(rows))
+    block = next((size for size in _ROWS if size >= rows), triton.next_power_of_2(rows))
     _write_plan[(num_clusters,)](
         workspace,
         lengths,
@@ -68,7 +69,7 @@ def write_plan(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths", "rows", "limit", "rows_per_table", "table_stride"])
 def _write_plan(
     workspace,
     lengths,

@@ -120,7 +120,7 @@ def rotate_and_store(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _rotate_and_store(
     q,
     q_out,

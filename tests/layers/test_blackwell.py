@@ -16,7 +16,7 @@ from configs.base import ConfigError
 from configs.hf import load_model_config
 from configs.model import MLAConfig
 from layers.attention import trtllm_gen
-from layers.attention.backend import PagedRows
+from layers.attention.backend import PagedRows, TorchAttention
 from layers.attention.backends import make_attention_backend
 from layers.attention.counters import counter_bytes
 from layers.attention.trtllm_gen import TrtllmGenAttention
@@ -48,7 +48,7 @@ class Decode:
 
 def attention() -> tuple[TrtllmGenAttention, Decode]:
     decode = Decode()
-    return TrtllmGenAttention(decode, config(), HEADS, 100, SMS, CPU), decode
+    return TrtllmGenAttention(decode, config(), HEADS, 100, SMS, CPU, TorchAttention()), decode
 
 
 def test_dense_verify_rows() -> None:
@@ -119,16 +119,18 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_made_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
     decode = Decode()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     card = SimpleNamespace(multi_processor_count=SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(trtllm_gen, "require_flashinfer", lambda *names: None)
+    for name in ("require_flashinfer", "require_triton"):
+        monkeypatch.setattr(trtllm_gen, name, lambda *names: None)
     module = SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=decode)
     monkeypatch.setattr(trtllm_gen, "import_module", lambda name: module)
     monkeypatch.setattr(trtllm_gen, "TrtllmGenAttention", lambda *arguments: arguments)
     made = make_attention_backend("trtllm_gen", config(), HEADS, 64, torch.bfloat16, torch.device("cuda"))
-    assert made == (decode, config(), HEADS, 64, SMS, torch.device("cuda"))
+    assert made[:-1] == (decode, config(), HEADS, 64, SMS, torch.device("cuda"))
 
 
 # ------------------------------------------------------------------------------------------------ experts
