@@ -3,7 +3,7 @@
     python benchmarks/random_checkpoint.py v2-lite FOLDER [--device auto]
 
 bfloat16 safetensors of up to 4 GB with an index; the weights are those of `load_format: dummy`, every time the same.
-The tokenizer is the shipped model's, whose ids every released vocabulary has.
+The tokenizer is the shipped model's, filled up with made-up tokens to the preset's vocabulary.
 """
 
 import argparse
@@ -52,9 +52,7 @@ def write_checkpoint(preset: str, folder: Path, device: torch.device) -> None:
         raise SystemExit(f"{folder} is not empty and does not hold a whole {preset}: give another folder")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (TOKENIZER / name).is_file():
-            shutil.copy(TOKENIZER / name, folder)
+    write_tokenizer(folder, PRESETS[preset]["vocab_size"])
     shapes = tensor_shapes(folder)
     total = sum(2 * shape.numel() for shape in shapes.values())
     weight_map: dict[str, str] = {}
@@ -74,6 +72,18 @@ def write_checkpoint(preset: str, folder: Path, device: torch.device) -> None:
             shard, size = {}, 0
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Every id has a text; none is written for vocabularies smaller than the shipped model's."""
+    tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first = 1 + max([*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])])
+    if first > vocab_size:
+        return
+    vocab |= {f"\u0120token{i}": i for i in range(first, vocab_size)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    shutil.copy(TOKENIZER / "tokenizer_config.json", folder)
 
 
 def tensor_shapes(folder: Path) -> dict[str, torch.Size]:

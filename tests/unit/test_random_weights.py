@@ -12,6 +12,7 @@ from configs.hf import load_model_config
 from layers.models.decoder import Decoder
 from layers.moe.router import Router
 from serve.llm import LLM
+from serve.tokenizer import Tokenizer
 from tests import REPOSITORY
 from tests.layer_context import layer_context
 from workers.random_weights import fill_randomly
@@ -20,7 +21,7 @@ from workers.step import SamplingParams
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 from presets import PRESETS
-from random_checkpoint import tensor_shapes, write_checkpoint
+from random_checkpoint import tensor_shapes, write_checkpoint, write_tokenizer
 
 
 def preset_folder(name: str, folder: Path) -> Path:
@@ -53,6 +54,16 @@ def test_a_written_checkpoint_is_what_dummy_weights_are(tmp_path: Path) -> None:
             texts.append(done.token_ids)
     assert np.isfinite(logits[0]).all() and 0.3 < logits[0].std() < 3
     assert np.array_equal(logits[0], logits[1]) and texts[0] == texts[1]
+
+
+def test_every_id_has_a_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 5000)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 5000
+    assert tokenizer.token_bytes(4999) == b" token4999"
+    assert tokenizer.encode("In the beginning", add_special_tokens=True) == Tokenizer(
+        REPOSITORY / "examples" / "tiny-model"
+    ).encode("In the beginning", add_special_tokens=True)
 
 
 def test_routing_is_spread(tmp_path: Path) -> None:
