@@ -1,8 +1,8 @@
 """CUDA graphs of whole decode steps: rows, model, verification, drafting and the slots' new state in one launch.
 
 A graph is captured for a number of sequences from a ladder; a batch takes the next larger one and fills up with the
-tables' padding slot. All graphs share one memory pool. Ladders that plain serving needs are captured at start, largest
-first; what only some requests need (logprobs, penalties, ...) when it first comes.
+tables' padding slot. All graphs share one memory pool. What greedy requests and those of default parameters need is
+captured at start, largest first; what others need (top_p, logprobs, penalties, ...) when it first comes.
 """
 
 import logging
@@ -15,6 +15,7 @@ import torch
 from configs.engine import EngineConfig
 from workers.result import StepResult
 from workers.sampler import Needs, TokenScores, Verdict
+from workers.step import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +60,17 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         begin = time.perf_counter()
-        counts = {0, config.num_draft_tokens}
+        usual = (Needs(0), Needs.of(SamplingParams(), repeatable=config.seed is not None))
+        keys = {_plain(GraphKey(k, k, needs)) for k in (0, config.num_draft_tokens) for needs in usual}
         for size in reversed(self._sizes):
-            for drafts in sorted(counts, reverse=True):
-                self._capture(GraphKey(drafts, drafts, Needs(0)), size, self._bounds[0])
+            for key in sorted(keys, reverse=True):
+                self._capture(key, size, self._bounds[0])
         logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - begin)
 
     def launch(self, key: GraphKey, slots: list[int], max_length: int) -> StepResult:
         """Decodes these slots, none of which may exceed max_length with what the step adds. The result is valid until
         the next launch."""
+        key = _plain(key)
         size = next(size for size in self._sizes if size >= len(slots))
         bound = next((bound for bound in self._bounds if bound >= max_length), self._bounds[-1])
         captured = self._graphs.get((key, size, bound))
@@ -91,10 +94,16 @@ class DecodeGraphs:
             self._decode(slot_ids, *key, bound)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads may call CUDA meanwhile: NCCL's watchdog asks whether earlier collectives have ended.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = self._decode(slot_ids, *key, bound)
         captured = self._graphs[key, size, bound] = _Captured(graph, result)
         return captured
+
+
+def _plain(key: GraphKey) -> GraphKey:
+    """Without drafts nothing is rejected."""
+    return key if key.verify or key.draft else key._replace(needs=key.needs & ~Needs.REJECTION)
 
 
 def _first(result: StepResult, count: int) -> StepResult:

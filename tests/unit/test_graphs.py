@@ -1,0 +1,115 @@
+"""Which decode steps are captured and when, and what is replayed: over a stand-in for CUDA."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from configs.engine import EngineConfig
+from tests import REPOSITORY
+from workers.graphs import DecodeGraphs, GraphKey, ladder, length_ladder
+from workers.result import StepResult
+from workers.sampler import Needs, Verdict
+
+CPU = torch.device("cpu")
+PADDING = 99
+GREEDY, DEFAULT = Needs(0), Needs.DRAWS | Needs.REJECTION
+
+
+class Steps:
+    """Stands for `ModelRunner.decode`, and for a graph: a replay computes again from the same slot ids."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, int, int, Needs, int]] = []
+        self.replays: list[list[int]] = []
+        self.capturing: Any = None
+
+    def decode(self, slot_ids: torch.Tensor, verify: int, draft: int, needs: Needs, bound: int) -> StepResult:
+        self.runs.append((len(slot_ids), verify, draft, needs, bound))
+        if self.capturing is not None:
+            self.capturing.slot_ids = slot_ids
+        counts = torch.ones_like(slot_ids)
+        return StepResult(Verdict(slot_ids[:, None], counts), None)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    steps = Steps()
+
+    class Graph:
+        slot_ids: torch.Tensor
+
+        def replay(self) -> None:
+            steps.replays.append(self.slot_ids.tolist())
+
+    @contextlib.contextmanager
+    def capture(graph: Graph, **options: Any) -> Iterator[None]:
+        assert options["capture_error_mode"] == "thread_local"
+        steps.capturing = graph
+        yield
+        steps.capturing = None
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    return steps
+
+
+def make(steps: Steps, drafts: int = 0, dense: int | None = None, **settings: Any) -> DecodeGraphs:
+    config = EngineConfig(
+        model=REPOSITORY / "examples" / "tiny-model", max_num_seqs=6, num_draft_tokens=drafts, **settings
+    )
+    return DecodeGraphs(steps.decode, config, PADDING, 4096, dense, CPU)
+
+
+def test_ladders() -> None:
+    assert ladder(1) == [1] and ladder(6) == [1, 2, 3, 4, 6]
+    sizes = ladder(64)
+    assert sizes[0] == 1 and sizes[-1] == 64 and sizes == sorted(set(sizes)) and len(sizes) < 20
+    assert ladder(63)[-1] == 63
+    assert length_ladder(4096, None) == [4096] == length_ladder(4096, 4096)
+    assert length_ladder(40000, 2048) == [2048, 8192, 32768, 40000]
+
+
+def test_what_usual_requests_need_is_captured_at_start_largest_first(steps: Steps) -> None:
+    make(steps, drafts=2)
+    runs = steps.runs[::2]  # each is run once before it is captured
+    assert runs == steps.runs[1::2]
+    assert [run[0] for run in runs] == [size for size in (6, 4, 3, 2, 1) for _ in range(4)]
+    kinds = {(verify, draft, needs) for _, verify, draft, needs, _ in runs}
+    assert kinds == {(0, 0, GREEDY), (0, 0, Needs.DRAWS), (2, 2, GREEDY), (2, 2, DEFAULT)}
+
+
+def test_an_engine_with_a_seed_rejects_nothing(steps: Steps) -> None:
+    make(steps, drafts=1, seed=3)
+    assert {needs for *_, needs, _ in steps.runs} == {GREEDY, Needs.DRAWS}
+
+
+def test_a_batch_takes_the_next_size_and_is_filled_up(steps: Steps) -> None:
+    graphs = make(steps)
+    captured = len(steps.runs)
+    for slots, size in (([4], 1), ([4, 2], 2), ([5, 4, 3, 2, 1], 6), ([0], 1)):
+        result = graphs.launch(GraphKey(0, 0, GREEDY), slots, 100)
+        assert steps.replays[-1] == slots + [PADDING] * (size - len(slots))
+        assert result.verdict.tokens.flatten().tolist() == slots and len(result.verdict.counts) == len(slots)
+    graphs.launch(GraphKey(0, 0, DEFAULT), [1], 100)  # without drafts there is nothing to reject
+    assert len(steps.runs) == captured
+
+
+def test_what_only_some_need_is_captured_when_it_first_comes(steps: Steps) -> None:
+    graphs = make(steps, dense=1024)
+    captured = len(steps.runs)
+    for _ in range(3):
+        graphs.launch(GraphKey(0, 0, Needs.SCORES), [1, 2, 3], 1024)
+    assert steps.runs[captured:] == [(3, 0, 0, Needs.SCORES, 1024)] * 2
+    graphs.launch(GraphKey(0, 0, GREEDY), [1], 1025)  # past what is attended to densely
+    assert steps.runs[captured + 2 :] == [(1, 0, 0, GREEDY, 4096)] * 2
+    assert steps.replays[-1] == [1]
