@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from presets import PRESETS
+from pydantic import ValidationError
 from roofline import Card, Step, config_of, floor_seconds, step_parts
 
+from configs.base import ConfigError, explain
 from configs.engine import EngineConfig
 from serve.engine import AsyncEngine
 from serve.hosting import EnginePlan, LocalHost
@@ -48,6 +50,7 @@ async def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=Card().bandwidth / 1e12, help="TB/s, for the floor")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
+    config_of(str(args.folder or args.model))
     figures: dict[str, Any] = {"model": args.model, "date": time.strftime("%Y-%m-%d"), **_place(), "rows": []}
     print(f"{args.model}, {figures['card']}, commit {figures['commit']}\n")
     print(
@@ -56,7 +59,7 @@ async def main() -> None:
     print(" | ".join(["---"] * 10), flush=True)
     for drafts in args.drafts:
         begin = time.perf_counter()
-        engine = await AsyncEngine.start(EnginePlan.make(_config(args, drafts)), LocalHost)
+        engine = await AsyncEngine.start(_plan(args, drafts), LocalHost)
         figures["start_s"] = time.perf_counter() - begin
         figures["phases_s"] = engine.start_seconds
         try:
@@ -76,24 +79,36 @@ async def main() -> None:
         args.json.write_text(json.dumps(figures, indent=2))
 
 
-def _config(args: argparse.Namespace, drafts: int) -> EngineConfig:
-    dummy = args.folder is None and args.model in PRESETS
-    folder = args.folder or Path(args.model)
-    if dummy:
-        folder = Path(tempfile.mkdtemp(prefix="shoal-preset-"))
-        (folder / "config.json").write_text(json.dumps(PRESETS[args.model]))
-    settings = {
-        "load_format": "dummy" if dummy else "safetensors",
+def _plan(args: argparse.Namespace, drafts: int) -> EnginePlan:
+    """SystemExit with a sentence for what cannot work."""
+    settings: dict[str, Any] = {
         "max_model_len": max(args.context) + args.steps * (1 + drafts) + 16,
         "max_num_seqs": max(args.batch),
         "enable_prefix_caching": False,
         "draft_policy": "fixed",
-        **{name: json.loads(value) for name, value in (item.split("=", 1) for item in args.set)},
+        "num_draft_tokens": drafts,
+        "device": args.device,
+        "parallel": {"tp_size": args.tp, "ep_size": args.tp if args.model in PRESETS else 1},
     }
-    parallel = {"tp_size": args.tp, "ep_size": args.tp if PRESETS.get(args.model) else 1}
-    return EngineConfig.model_validate(
-        {"model": folder, "device": args.device, "parallel": parallel, "num_draft_tokens": drafts, **settings}
-    )
+    try:
+        for item in args.set:
+            name, _, value = item.partition("=")
+            settings[name] = json.loads(value)
+    except ValueError:
+        raise SystemExit(
+            f"--set {item}: write NAME=VALUE, the value as JSON (text in quotes: NAME='\"text\"')"
+        ) from None
+    with tempfile.TemporaryDirectory(prefix="shoal-preset-") as made:
+        folder = args.folder or Path(args.model)
+        if args.folder is None and args.model in PRESETS:
+            folder, settings["load_format"] = Path(made), "dummy"
+            (folder / "config.json").write_text(json.dumps(PRESETS[args.model]))
+        try:
+            return EnginePlan.make(EngineConfig(model=folder, **settings))
+        except ValidationError as error:
+            raise SystemExit(explain(error, where="engine")) from None
+        except ConfigError as error:
+            raise SystemExit(str(error)) from None
 
 
 async def _measure(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from presets import PRESETS
 
+from configs.base import ConfigError
 from configs.hf import load_model_config
 from configs.model import LayerSpec, ModelConfig
 
@@ -117,9 +118,14 @@ def floor_seconds(parts: list[Part], card: Card) -> float:
 
 
 def config_of(name: str) -> ModelConfig:
-    """Of a preset, or of a checkpoint's folder."""
+    """Of a preset, or of a checkpoint's folder. SystemExit with a sentence if it is neither."""
     if name not in PRESETS:
-        return load_model_config(Path(name))
+        if not (Path(name) / "config.json").is_file():
+            raise SystemExit(f"{name} is neither a folder with a config.json nor one of {', '.join(PRESETS)}")
+        try:
+            return load_model_config(Path(name))
+        except ConfigError as error:
+            raise SystemExit(str(error)) from None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(PRESETS[name]))
         return load_model_config(Path(folder))

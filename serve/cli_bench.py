@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,15 +86,16 @@ def _serve(args: argparse.Namespace) -> int:
     metrics = [name for name in args.percentile_metrics.split(",") if name]
     if unknown := set(metrics) - set(summary.METRICS):
         raise ConfigError(f"--percentile-metrics {', '.join(unknown)}: choose from {', '.join(summary.METRICS)}")
+    if not args.base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url {args.base_url}: write it with http:// or https://")
     goodput = _goodput(args.goodput)
     metadata = dict(_pair(item, "=", "--metadata") for item in args.metadata)
     requests = _requests(args)
     model, records, duration = asyncio.run(_run(args, requests))
     result = summary.summarise(records, duration, percentiles, goodput)
-    print(summary.table(result, metrics, percentiles))
-    errors = [record.error for record in records if record.error]
-    for error in errors[:_SHOWN_ERRORS]:
-        print(f"failed: {error}", file=sys.stderr)
+    print(summary.table(result, metrics if result["completed"] else (), percentiles))
+    for error, count in Counter(record.error for record in records if record.error).most_common(_SHOWN_ERRORS):
+        print(f"{count} failed: {error}", file=sys.stderr)
     if args.save_result:
         head = summary.header(model, args.num_prompts, args.request_rate, args.max_concurrency, args.endpoint)
         name = args.result_filename or f"{head['backend']}-{model.rpartition('/')[2]}-{head['date']}.json"

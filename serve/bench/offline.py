@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.base import ConfigError
 from serve.bench.load import random_prompts
 from serve.llm import LLM
 from workers.step import SamplingParams
@@ -17,7 +18,8 @@ def latency(
     llm: LLM, batch_size: int, input_len: int, output_len: int, iterations: int, warmups: int
 ) -> dict[str, Any]:
     """How long a batch of random prompts takes from its submission to its last token, in seconds; every iteration has
-    other prompts, so that no prefix is cached."""
+    other prompts, so that no prefix is cached. Raises ConfigError for lengths that the context does not hold."""
+    _check_lengths(llm, input_len, output_len)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     taken = []
     for i in range(warmups + iterations):
@@ -34,7 +36,8 @@ def latency(
 
 
 def throughput(llm: LLM, num_prompts: int, input_len: int, output_len: int) -> dict[str, Any]:
-    """Random prompts, all submitted at once, after a few to warm up."""
+    """Random prompts, all submitted at once, after a few to warm up. Raises ConfigError like `latency`."""
+    _check_lengths(llm, input_len, output_len)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     llm.generate(_prompts(llm, min(num_prompts, 4), input_len, seed=1), params)
     prompts = _prompts(llm, num_prompts, input_len, seed=0)
@@ -51,6 +54,15 @@ def throughput(llm: LLM, num_prompts: int, input_len: int, output_len: int) -> d
         "tokens_per_second": total / elapsed,
         "output_tokens_per_second": output / elapsed,
     }
+
+
+def _check_lengths(llm: LLM, input_len: int, output_len: int) -> None:
+    longest = llm.plan.max_model_len
+    if input_len + output_len > longest:
+        raise ConfigError(
+            f"--input-len {input_len} and --output-len {output_len} exceed the model's context of {longest} tokens: "
+            "lower one of them"
+        )
 
 
 def _prompts(llm: LLM, count: int, input_len: int, seed: int) -> Sequence[list[int]]:

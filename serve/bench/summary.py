@@ -69,7 +69,7 @@ def header(model: str, num_prompts: int, rate: float, concurrency: int | None, p
 
 
 def table(result: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
-    """For people."""
+    """For people; without the times if no metrics are asked for."""
     lines = [
         f"requests     {result['completed']} done, {result['failed']} failed, in {result['duration']:.2f} s",
         f"tokens       {result['total_input_tokens']} in, {result['total_output_tokens']} out",
@@ -78,6 +78,8 @@ def table(result: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[
     ]
     if result["request_goodput"] is not None:
         lines.append(f"goodput      {result['request_goodput']:.2f} requests/s")
+    if not metrics:
+        return "\n".join(lines)
     shown = ["mean", "median", *(f"p{percentile:g}" for percentile in percentiles)]
     lines.append(f"\n{'ms':<40}" + "".join(f"{name:>10}" for name in shown))
     for name in metrics:

@@ -112,9 +112,12 @@ def test_failures_are_counted_and_told(serve: Any, tmp_path: Path, capsys: pytes
     status, result = bench(url, tmp_path, *flags, "4")
     assert status == 0 and (result["completed"], result["failed"]) == (1, 3)
     assert [error[:8] for error in result["errors"]] == ["HTTP 400", "the stre", "in the s", ""]
-    assert "failed: HTTP 400: " in (told := capsys.readouterr().err) and "no such thing" in told
-    status, result = bench(url, tmp_path, *flags, "3")
+    assert "1 failed: HTTP 400: " in (told := capsys.readouterr().err) and "no such thing" in told
+    prompts(tmp_path, "refuse", "refuse")
+    status, result = bench(url, tmp_path, *flags, "2")
     assert status == 1 and result["completed"] == 0
+    shown = capsys.readouterr()
+    assert "2 failed: HTTP 400: " in shown.err and "time to first token" not in shown.out
 
 
 def test_shoal_itself(serve: Any, make_api: Callable[..., Api], tmp_path: Path) -> None:
@@ -134,6 +137,8 @@ def test_offline(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["bench", "latency", *common, *small]) == 0
     result = json.loads(out.read_text())
     assert len(result["latencies"]) == 2 and result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 2)
+    assert main(["bench", "latency", *common, "--output-len", "5000"]) == 1
+    assert "--input-len 4 and --output-len 5000 exceed the model's context of 4096 tokens" in capsys.readouterr().err
     assert main(["bench", "throughput", *common, "--output-len", "3", "--num-prompts", "5"]) == 0
     result = json.loads(out.read_text())
     assert (result["num_requests"], result["total_num_tokens"]) == (5, 5 * 7)

@@ -89,6 +89,7 @@ def test_bodies() -> None:
         (["--metric-percentiles", "101"], "percentiles are 0 to 100"),
         (["--percentile-metrics", "ttft,xyz"], "--percentile-metrics xyz: choose from"),
         (["--metadata", "a"], "--metadata a: write NAME=VALUE"),
+        (["--base-url", "127.0.0.1:9"], "--base-url 127.0.0.1:9: write it with http:// or https://"),
         (["--base-url", "http://127.0.0.1:9"], "is the server up at --base-url"),
         (["--dataset-path", "/nowhere"], "/nowhere"),
     ],
