@@ -36,7 +36,7 @@ class Arrival(NamedTuple):
     tokens: int
 
 
-async def main() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help=f"a checkpoint's folder, or {', '.join(PRESETS)}")
     parser.add_argument("--folder", type=Path, help="where the preset's checkpoint is; default: weights are not read")
@@ -51,6 +51,12 @@ async def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     config_of(str(args.folder or args.model))
+    with tempfile.TemporaryDirectory(prefix="shoal-preset-") as made:
+        asyncio.run(bench(args, Path(made)))
+
+
+async def bench(args: argparse.Namespace, made: Path) -> None:
+    """Prints a row for every case; `made`: an empty folder for a preset's config.json."""
     figures: dict[str, Any] = {"model": args.model, "date": time.strftime("%Y-%m-%d"), **_place(), "rows": []}
     print(f"{args.model}, {figures['card']}, commit {figures['commit']}\n")
     print(
@@ -59,7 +65,7 @@ async def main() -> None:
     print(" | ".join(["---"] * 10), flush=True)
     for drafts in args.drafts:
         begin = time.perf_counter()
-        engine = await AsyncEngine.start(_plan(args, drafts), LocalHost)
+        engine = await AsyncEngine.start(_plan(args, made, drafts), LocalHost)
         figures["start_s"] = time.perf_counter() - begin
         figures["phases_s"] = engine.start_seconds
         try:
@@ -79,7 +85,7 @@ async def main() -> None:
         args.json.write_text(json.dumps(figures, indent=2))
 
 
-def _plan(args: argparse.Namespace, drafts: int) -> EnginePlan:
+def _plan(args: argparse.Namespace, made: Path, drafts: int) -> EnginePlan:
     """SystemExit with a sentence for what cannot work."""
     settings: dict[str, Any] = {
         "max_model_len": max(args.context) + args.steps * (1 + drafts) + 16,
@@ -95,20 +101,18 @@ def _plan(args: argparse.Namespace, drafts: int) -> EnginePlan:
             name, _, value = item.partition("=")
             settings[name] = json.loads(value)
     except ValueError:
-        raise SystemExit(
-            f"--set {item}: write NAME=VALUE, the value as JSON (text in quotes: NAME='\"text\"')"
-        ) from None
-    with tempfile.TemporaryDirectory(prefix="shoal-preset-") as made:
-        folder = args.folder or Path(args.model)
-        if args.folder is None and args.model in PRESETS:
-            folder, settings["load_format"] = Path(made), "dummy"
-            (folder / "config.json").write_text(json.dumps(PRESETS[args.model]))
-        try:
-            return EnginePlan.make(EngineConfig(model=folder, **settings))
-        except ValidationError as error:
-            raise SystemExit(explain(error, where="engine")) from None
-        except ConfigError as error:
-            raise SystemExit(str(error)) from None
+        example = "text in quotes, as in attention_backend='\"triton\"'"
+        raise SystemExit(f"--set {item}: write NAME=VALUE with the value as JSON ({example})") from None
+    folder = args.folder or Path(args.model)
+    if args.folder is None and args.model in PRESETS:
+        folder, settings["load_format"] = made, "dummy"
+        (folder / "config.json").write_text(json.dumps(PRESETS[args.model]))
+    try:
+        return EnginePlan.make(EngineConfig(model=folder, **settings))
+    except ValidationError as error:
+        raise SystemExit(explain(error, where="engine")) from None
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
 
 
 async def _measure(
@@ -163,4 +167,4 @@ def _place() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()
