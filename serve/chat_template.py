@@ -1,9 +1,11 @@
-"""A checkpoint's Jinja chat template, with what transformers offers such templates.
+"""How a checkpoint wants chats: its Jinja template, with what transformers offers such templates, or the encoding
+that is built in for models that ship none.
 
 A template comes with the model and is not trusted: it runs in Jinja's immutable sandbox.
 """
 
 import json
+from abc import ABC, abstractmethod
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configs.base import ConfigError
+from serve.deepseek_chat import Kind, encode_chat
 from serve.tokenizer import read_optional_json
 
 Message = dict[str, Any]
@@ -27,11 +30,47 @@ class ChatTemplateError(ValueError):
     """The template refused the messages, or cannot do what was asked."""
 
 
-class ChatTemplate:
-    """Renders messages to the text a model is given.
+class ChatFormat(ABC):
+    """Renders messages, plain dicts whose `content` is a string (or None beside tool calls), to the text a model is
+    given."""
 
-    Messages are plain dicts whose `content` is a string (or None beside tool calls). How a template wants past tool
-    calls (arguments as JSON text or as a dict; content None or "") is found by trying when it is loaded.
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """Raises ChatTemplateError; `kwargs` are further variables the template may know."""
+        if clash := sorted(_RESERVED & set(kwargs or {})):
+            raise ChatTemplateError(f"{clash[0]} is set by the request itself and cannot be a template argument")
+        prepared = [self._prepare(message) for message in messages]
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other")
+            if not prepared or not prepared[-1].get("content"):
+                raise ChatTemplateError("continue_final_message needs a last message with content")
+            prepared[-1]["content"] += _FINAL_MARK
+        text = self._render(prepared, add_generation_prompt, kwargs or {})
+        if continue_final_message:
+            text, mark, _ = text.rpartition(_FINAL_MARK)
+            if not mark:
+                raise ChatTemplateError("the chat template does not show the last message, so it cannot be continued")
+        return text
+
+    @abstractmethod
+    def _prepare(self, message: Message) -> Message:
+        """A copy of the message, in the form that `_render` needs."""
+
+    @abstractmethod
+    def _render(self, messages: list[Message], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
+        """Raises ChatTemplateError."""
+
+
+class ChatTemplate(ChatFormat):
+    """A Jinja template. How it wants past tool calls (arguments as JSON text or as a dict; content None or "") is
+    found by trying when it is loaded.
 
     Raises ConfigError when the source is not a valid template.
     """
@@ -61,31 +100,6 @@ class ChatTemplate:
         if isinstance(source, list):
             source = {item["name"]: item["template"] for item in source}.get("default")
         return cls(source, special_tokens) if isinstance(source, str) else None
-
-    def render(
-        self,
-        messages: list[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        kwargs: dict[str, Any] | None = None,
-    ) -> str:
-        """Raises ChatTemplateError; `kwargs` are further variables the template may know."""
-        if clash := sorted(_RESERVED & set(kwargs or {})):
-            raise ChatTemplateError(f"{clash[0]} is set by the request itself and cannot be a template argument")
-        prepared = [self._prepare(message) for message in messages]
-        if continue_final_message:
-            if add_generation_prompt:
-                raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other")
-            if not prepared or not prepared[-1].get("content"):
-                raise ChatTemplateError("continue_final_message needs a last message with content")
-            prepared[-1]["content"] += _FINAL_MARK
-        text = self._render(prepared, add_generation_prompt, kwargs or {})
-        if continue_final_message:
-            text, mark, _ = text.rpartition(_FINAL_MARK)
-            if not mark:
-                raise ChatTemplateError("the chat template does not show the last message, so it cannot be continued")
-        return text
 
     def _render(self, messages: list[Message], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
         variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
@@ -130,6 +144,36 @@ class ChatTemplate:
             if "probe_name" in text and "probe_key" in text and '\\"probe_key' not in text:
                 return renders[-1]
         return renders[0] if renders else ("", False)
+
+
+class DeepSeekChat(ChatFormat):
+    """The built-in encoding of a model; `thinking` (or `enable_thinking`) among the template's arguments says whether
+    the assistant thinks, which it does not by default."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+
+    def _prepare(self, message: Message) -> Message:
+        return dict(message)
+
+    def _render(self, messages: list[Message], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
+        thinking = kwargs.get("thinking", kwargs.get("enable_thinking", False))
+        if not isinstance(thinking, bool):
+            raise ChatTemplateError("thinking must be true or false")
+        try:
+            return encode_chat(self._kind, messages, thinking=thinking, add_generation_prompt=add_generation_prompt)
+        except ValueError as error:
+            raise ChatTemplateError(str(error)) from None
+
+
+def load_chat_format(folder: Path, special_tokens: dict[str, str]) -> ChatFormat | None:
+    """The checkpoint's own template if it has one, else what is built in for its `model_type`, else None. Raises
+    ConfigError when the template is not valid."""
+    template = ChatTemplate.from_folder(folder, special_tokens)
+    kind = read_optional_json(folder / "config.json").get("model_type")
+    if template is None and (kind == "deepseek_v32" or kind == "deepseek_v4"):
+        return DeepSeekChat(kind)
+    return template
 
 
 _PROBE: list[Message] = [

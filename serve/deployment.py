@@ -16,7 +16,7 @@ from serve.api.responses import Json
 from serve.api.routes import create_app
 from serve.api.sampling import checkpoint_defaults
 from serve.api.serving import OpenAIServing
-from serve.chat_template import ChatTemplate
+from serve.chat_template import load_chat_format
 from serve.driver.messages import StartupProgress
 from serve.engine import AsyncEngine
 from serve.hosting import EnginePlan
@@ -57,7 +57,7 @@ class LLMServer:
         self.serving = OpenAIServing(
             self._engine,
             tokenizer,
-            ChatTemplate.from_folder(self._config.engine.model, tokenizer.special_tokens),
+            load_chat_format(self._config.engine.model, tokenizer.special_tokens),
             self._config.model_name,
             checkpoint_defaults(self._config.engine.model),
         )

@@ -11,7 +11,7 @@ from serve.api.messages import plain_messages
 from serve.api.prompts import Prompt, PromptReader
 from serve.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from serve.api.sampling import sampling_params
-from serve.chat_template import ChatTemplate, ChatTemplateError
+from serve.chat_template import ChatFormat, ChatTemplateError
 from serve.tokenizer import Tokenizer
 from workers.step import SamplingParams
 
@@ -25,7 +25,7 @@ class Intake:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        chat_template: ChatTemplate | None,
+        chat_template: ChatFormat | None,
         model_name: str,
         sampling_defaults: dict[str, float],
         max_model_len: int,

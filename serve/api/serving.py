@@ -13,7 +13,7 @@ from serve.api.job import Job
 from serve.api.logprobs import chat_logprobs, completion_logprobs
 from serve.api.protocol import ChatRequest, CompletionRequest, parse
 from serve.api.responses import Json, chat_choice, chat_delta, model_card, text_choice
-from serve.chat_template import ChatTemplate
+from serve.chat_template import ChatFormat
 from serve.driver.messages import RequestDelta
 from serve.metrics import EngineMetrics, SequenceTimer
 from serve.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class OpenAIServing:
         self,
         engine: Engine,
         tokenizer: Tokenizer,
-        chat_template: ChatTemplate | None,
+        chat_template: ChatFormat | None,
         model_name: str,
         sampling_defaults: dict[str, float] | None = None,
     ) -> None:
