@@ -50,7 +50,7 @@ class Tokenizer:
             raise ConfigError(f"{path} cannot be read: {error}") from None
         self._fast.no_truncation()
         self._fast.no_padding()
-        config = read_optional_json(folder / "tokenizer_config.json")
+        self.config = config = read_optional_json(folder / "tokenizer_config.json")
         self.special_tokens = _named_tokens(read_optional_json(folder / "special_tokens_map.json")) | _named_tokens(
             config
         )

@@ -46,7 +46,7 @@ class Intake:
 
     async def chat(self, request: ChatRequest) -> Job:
         self.check_model(request.model)
-        text = self._chat_text(request)
+        text = self.chat_text(request)
         prompt = await self._prompts.from_text(text, "messages", add_special_tokens=request.add_special_tokens)
         asked, name = request.max_completion_tokens, "max_completion_tokens"
         if asked is None:
@@ -77,7 +77,8 @@ class Intake:
                 choices.append(Choice(len(choices), self._tokenizer, params[-1], echo))
         return self._job("cmpl", request, prompts, params, choices, request.logprobs)
 
-    def _chat_text(self, request: ChatRequest) -> str:
+    def chat_text(self, request: ChatRequest) -> str:
+        """What the model is given for the request's messages. Raises ApiError (400)."""
         messages = plain_messages(request.messages)
         if self._chat_template is None:
             message = "This model's checkpoint has no chat template: use /v1/completions with a prompt instead."

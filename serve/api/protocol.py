@@ -87,6 +87,26 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
 
 
+class TokenizeRequest(_Strict):
+    """POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None  # default: for a prompt, not for messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
 Asks = Callable[[Any], bool]
 
 
@@ -133,7 +153,7 @@ _REFUSED: Mapping[str, Asks] = {
     "return_tokens_as_token_ids": _UNLESS_EMPTY,
 }
 
-Request = TypeVar("Request", bound=GenerationRequest)
+Request = TypeVar("Request", bound=_Strict)
 
 
 def parse(kind: type[Request], body: Any) -> Request:
@@ -141,12 +161,13 @@ def parse(kind: type[Request], body: Any) -> Request:
     if not isinstance(body, dict):
         raise bad_request("The request body must be a JSON object.")
     given = {key: _without_nulls(value) for key, value in body.items() if value is not None}
-    _refuse_unsupported(kind, given)
+    if issubclass(kind, GenerationRequest):
+        _refuse_unsupported(kind, given)
     try:
         request = kind.model_validate(given)
     except ValidationError as error:
         raise from_validation(error) from None
-    if request.stream_options is not None and not request.stream:
+    if isinstance(request, GenerationRequest) and request.stream_options is not None and not request.stream:
         raise bad_request("stream_options is only allowed when stream is true.", "stream_options")
     return request
 

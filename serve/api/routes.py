@@ -54,6 +54,18 @@ def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
         except ApiError as error:
             return error_response(error)
 
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await _answer(request, get_serving().tokens.tokenize)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await _answer(request, get_serving().tokens.detokenize)
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return json_response(get_serving().tokens.info())
+
     @app.get("/health")
     async def health() -> Response:
         try:
@@ -88,6 +100,13 @@ async def _generate(
     except Exception as error:
         return error_response(to_api_error(error))
     return Response(status_code=_CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
+
+
+async def _answer(request: Request, call: Callable[[Json], Awaitable[Json]]) -> Response:
+    try:
+        return json_response(await call(await read_json_body(request)))
+    except Exception as error:
+        return error_response(to_api_error(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

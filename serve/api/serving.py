@@ -13,6 +13,7 @@ from serve.api.job import Job
 from serve.api.logprobs import chat_logprobs, completion_logprobs
 from serve.api.protocol import ChatRequest, CompletionRequest, parse
 from serve.api.responses import Json, chat_choice, chat_delta, model_card, text_choice
+from serve.api.tokens import TokenCalls
 from serve.chat_template import ChatFormat
 from serve.driver.messages import RequestDelta
 from serve.metrics import EngineMetrics, SequenceTimer
@@ -43,6 +44,7 @@ class OpenAIServing:
         self._created = int(time.time())
         defaults = sampling_defaults or {}
         self._intake = Intake(tokenizer, chat_template, model_name, defaults, engine.max_model_len, engine.vocab_size)
+        self.tokens = TokenCalls(tokenizer, self._intake, engine.max_model_len)
 
     def models(self) -> Json:
         return {"object": "list", "data": [self.model(self.model_name)]}
