@@ -19,9 +19,7 @@ def test_a_prompt(api: Api, tokenizer: Tokenizer) -> None:
     answer = api.post("/tokenize", {"model": "tiny", "prompt": "In the beginning", "return_token_strs": True}).json()
     assert answer["tokens"] == want and answer["count"] == len(want)
     assert answer["max_model_len"] == api.engine.max_model_len
-    assert (
-        answer["token_strs"][0] == "<｜begin▁of▁sentence｜>" and "".join(answer["token_strs"][1:]) == "In the beginning"
-    )
+    assert answer["token_strs"] == ["I", "n", " the", " beginning"]
     bare = api.post("/tokenize", {"prompt": "In the beginning", "add_special_tokens": False}).json()
     assert bare["tokens"] == tokenizer.encode("In the beginning", add_special_tokens=False) and "token_strs" not in bare
     assert api.post("/tokenize", {"prompt": "", "add_special_tokens": False}).json()["tokens"] == []
