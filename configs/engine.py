@@ -151,6 +151,10 @@ class ServeConfig(Settings):
 
     engine: EngineConfig
     served_model_name: str | None = Field(default=None, min_length=1, description="default: the folder's name")
+    api_key_file: Path | None = Field(
+        default=None,
+        description="keys that clients must send, one a line; none, and no SHOAL_API_KEYS = anyone may ask",
+    )
     deployment: DeploymentConfig = DeploymentConfig()
 
     @property

@@ -6,6 +6,7 @@ from ray import serve as ray_serve
 from ray.serve import Application
 
 from configs.engine import ServeConfig
+from serve.api.auth import load_api_keys
 from serve.deployment import LLMServer
 from serve.hosting import EnginePlan
 from serve.ray_host import placement_bundles, preflight, ray_device
@@ -15,10 +16,11 @@ def build(args: dict[str, Any]) -> Application:
     """An application from the YAML's `args:` (fields of ServeConfig).
 
     Raises ConfigError, before any device is taken, for settings that cannot work: unknown keys, a folder that is not a
-    checkpoint, dimensions that do not divide, more devices than the cluster has.
+    checkpoint, dimensions that do not divide, a key file without keys, more devices than the cluster has.
     """
     config = ServeConfig.from_args(args)
     EnginePlan.make(config.engine)
+    load_api_keys(config.api_key_file, "")
     device = ray_device(config.engine)
     options = config.deployment
     preflight(config, device)

@@ -1,6 +1,7 @@
 """A small terminal chat over HTTP: what `shoal chat` runs."""
 
 import json
+import os
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -76,7 +77,9 @@ def run_chat(
 
     `base_url` is the server's root, e.g. http://127.0.0.1:8000; `model` None takes the one that is served.
     """
-    with httpx.Client(base_url=base_url, timeout=httpx.Timeout(None, connect=5.0)) as client:
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(None, connect=5.0)) as client:
         try:
             client.get("/v1/models").raise_for_status()
         except httpx.HTTPStatusError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from configs.base import ConfigError
 from configs.engine import ServeConfig
+from serve.api.auth import load_api_keys
 from serve.chat_cli import run_chat
 from serve.tokenizer import Tokenizer
 
@@ -30,6 +31,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     serve.add_argument("--load-format", choices=["safetensors", "dummy"], help="dummy = random weights, for benchmarks")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (0.0.0.0 = all)")
     serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--api-key-file", type=Path, help="keys that clients must send, one a line (or SHOAL_API_KEYS)")
     serve.add_argument("--served-model-name", help="name clients use (default: the folder's)")
     serve.add_argument("--max-model-len", type=int, help="prompt and output tokens of a request, at most")
     serve.add_argument("--max-num-seqs", type=int, help="sequences that run at a time")
@@ -40,7 +42,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     serve.add_argument("--no-prefix-caching", action="store_true", help="never reuse cached prefixes")
     serve.set_defaults(run=_serve)
 
-    chat = commands.add_parser("chat", help="talk to a running server in the terminal")
+    chat = commands.add_parser("chat", help="talk to a running server (key: OPENAI_API_KEY)")
     chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
     chat.add_argument("--model", help="served name (default: the one that is served)")
     chat.set_defaults(run=lambda args: run_chat(args.url, args.model))
@@ -63,7 +65,8 @@ def serve_args(args: argparse.Namespace) -> dict[str, Any]:
         "enable_prefix_caching": False if args.no_prefix_caching else None,
     }
     given = {name: value for name, value in engine.items() if value is not None}
-    return {"engine": given, "served_model_name": args.served_model_name}
+    keys = {"api_key_file": str(args.api_key_file.resolve())} if args.api_key_file is not None else {}
+    return {"engine": given, "served_model_name": args.served_model_name, **keys}
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -72,6 +75,7 @@ def _serve(args: argparse.Namespace) -> int:
     application_args = serve_args(args)
     config = ServeConfig.from_args(application_args)
     EnginePlan.make(config.engine)
+    load_api_keys(config.api_key_file, "")
     Tokenizer(config.engine.model)  # what the replica needs, too, is refused now rather than there
     _check_port(args.host, args.port)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve.api.auth import RequireApiKey
 from serve.api.errors import ApiError, to_api_error
 from serve.api.responses import Json
 from serve.api.serving import Events, OpenAIServing
@@ -30,6 +31,7 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
 def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
     """The application; `get_serving` is called for each request, as the serving may exist only in a replica."""
     app = FastAPI(title="Shoal", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(RequireApiKey, get_keys=lambda: get_serving().api_keys)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _any_error)
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+from serve.api.auth import ApiKeys
 from serve.api.choice import Choice, Piece
 from serve.api.engine_protocol import Engine
 from serve.api.errors import engine_dead, to_api_error
@@ -36,8 +37,10 @@ class OpenAIServing:
         chat_template: ChatFormat | None,
         model_name: str,
         sampling_defaults: dict[str, float] | None = None,
+        api_keys: ApiKeys = ApiKeys(),
     ) -> None:
         self.engine = engine
+        self.api_keys = api_keys
         self.model_name = model_name
         self.metrics = EngineMetrics(model_name)
         self._tokenizer = tokenizer
