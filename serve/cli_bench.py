@@ -15,7 +15,7 @@ import aiohttp
 
 from configs.base import ConfigError
 from serve.bench import load, summary
-from serve.bench.requests import BenchRequest, Endpoint, Record
+from serve.bench.requests import MAX_ERROR, BenchRequest, Endpoint, Record
 
 if TYPE_CHECKING:
     from serve.llm import LLM
@@ -137,6 +137,9 @@ async def _first_model(session: aiohttp.ClientSession, base_url: str) -> str:
     url = f"{base_url.rstrip('/')}/v1/models"
     try:
         async with session.get(url) as response:
+            if response.status != 200:
+                told = (await response.text())[:MAX_ERROR]
+                raise ConfigError(f"{url} answers HTTP {response.status}: {told} (a key is taken from OPENAI_API_KEY)")
             return str((await response.json())["data"][0]["id"])
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(

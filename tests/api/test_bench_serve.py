@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from serve.api.auth import ApiKeys
 from serve.cli import main
 from tests.api.conftest import Api
 from tests.api.fake_engine import Script
@@ -118,6 +119,19 @@ def test_failures_are_counted_and_told(serve: Any, tmp_path: Path, capsys: pytes
     assert status == 1 and result["completed"] == 0
     shown = capsys.readouterr()
     assert "2 failed: HTTP 400: " in shown.err and "time to first token" not in shown.out
+
+
+def test_a_server_that_wants_a_key(
+    serve: Any, make_api: Callable[..., Api], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = serve(make_api(lambda call: Script([5, 6]), api_keys=ApiKeys(["sesame"])).app)
+    flags = ["bench", "serve", "--base-url", url, "--num-prompts", "2", "--random-input-len", "4"]
+    flags += ["--random-output-len", "4", "--vocab-size", "50"]
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert main(flags) == 1
+    assert "answers HTTP 401: " in (told := capsys.readouterr().err) and "OPENAI_API_KEY" in told
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    assert main(flags) == 0
 
 
 def test_shoal_itself(serve: Any, make_api: Callable[..., Api], tmp_path: Path) -> None:
