@@ -124,7 +124,7 @@ def test_failures_are_counted_and_told(serve: Any, tmp_path: Path, capsys: pytes
 def test_a_server_that_wants_a_key(
     serve: Any, make_api: Callable[..., Api], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = serve(make_api(lambda call: Script([5, 6]), api_keys=ApiKeys(["sesame"])).app)
+    url = serve(make_api(lambda call: Script([50, 51]), api_keys=ApiKeys(["sesame"])).app)
     flags = ["bench", "serve", "--base-url", url, "--num-prompts", "2", "--random-input-len", "4"]
     flags += ["--random-output-len", "4", "--vocab-size", "50"]
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
