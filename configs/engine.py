@@ -146,6 +146,16 @@ class DeploymentConfig(Settings):
     placement_group_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
 
 
+class AdmissionConfig(Settings):
+    """What may wait in a replica; a request beyond it gets a 429 at once. Sequences are counted: a prompt with n
+    answers is n of them."""
+
+    max_waiting_sequences: int | None = Field(default=None, ge=0, description="beyond max_num_seqs; default: no bound")
+    max_waiting_tokens: int | None = Field(
+        default=None, ge=1, description="of prompts that have no answer yet; default: no bound"
+    )
+
+
 class ServeConfig(Settings):
     """The `args:` of a Serve application (`import_path: serve.app:build`)."""
 
@@ -155,7 +165,24 @@ class ServeConfig(Settings):
         default=None,
         description="keys that clients must send, one a line; none, and no SHOAL_API_KEYS = anyone may ask",
     )
+    admission: AdmissionConfig = AdmissionConfig()
     deployment: DeploymentConfig = DeploymentConfig()
+
+    @model_validator(mode="after")
+    def _the_bound_is_reached(self) -> "ServeConfig":
+        bound, held = self.max_sequences, self.deployment.max_ongoing_requests
+        if bound is not None and bound >= held:
+            raise ValueError(
+                f"admission.max_waiting_sequences is never reached: with engine.max_num_seqs it allows {bound} "
+                f"sequences, and Serve holds back all beyond {held} requests: raise deployment.max_ongoing_requests"
+            )
+        return self
+
+    @property
+    def max_sequences(self) -> int | None:
+        """In a replica, running and waiting; None = no bound."""
+        waiting = self.admission.max_waiting_sequences
+        return None if waiting is None else self.engine.max_num_seqs + waiting
 
     @property
     def model_name(self) -> str:

@@ -12,6 +12,7 @@ from ray.util import get_current_placement_group
 
 from configs.base import ConfigError
 from configs.engine import ServeConfig
+from serve.api.admission import Admission
 from serve.api.auth import API_KEYS_VARIABLE, load_api_keys
 from serve.api.responses import Json
 from serve.api.routes import create_app
@@ -62,6 +63,7 @@ class LLMServer:
             self._config.model_name,
             checkpoint_defaults(self._config.engine.model),
             load_api_keys(self._config.api_key_file, os.environ.get(API_KEYS_VARIABLE, "")),
+            Admission(self._config.max_sequences, self._config.admission.max_waiting_tokens),
         )
         self._on_death = asyncio.create_task(self._exit_when_dead())
         _current = self

@@ -54,6 +54,10 @@ class EngineMetrics:
         )
         self._finished = {r: success.labels(model_name, r) for r in ("stop", "length", "abort", "error")}
 
+        text = "Requests refused because the server was full."
+        refused = Counter("shoal_request_refused", text, ["model_name"], registry=self.registry)
+        self.refused = refused.labels(model_name)
+
     def count_finished(self, reason: str) -> None:
         self._finished[reason].inc()
 

@@ -4,10 +4,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+from serve.api.admission import Admission, Ticket
 from serve.api.auth import ApiKeys
 from serve.api.choice import Choice, Piece
 from serve.api.engine_protocol import Engine
-from serve.api.errors import engine_dead, to_api_error
+from serve.api.errors import ApiError, engine_dead, to_api_error
 from serve.api.fanout import Fanout
 from serve.api.intake import Intake
 from serve.api.job import Job
@@ -38,8 +39,10 @@ class OpenAIServing:
         model_name: str,
         sampling_defaults: dict[str, float] | None = None,
         api_keys: ApiKeys = ApiKeys(),
+        admission: Admission | None = None,
     ) -> None:
         self.engine = engine
+        self._admission = admission or Admission()
         self.api_keys = api_keys
         self.model_name = model_name
         self.metrics = EngineMetrics(model_name)
@@ -97,21 +100,28 @@ class OpenAIServing:
     async def open_chat(self, body: Json) -> Events:
         """chat_stream in two steps: a bad request fails here, before the stream begins."""
         job = await self._intake.chat(parse(ChatRequest, body))
-        self.check_alive()
-        return self._chat_events(job)
+        return self._chat_events(job, self._enter(job))
 
     async def open_completions(self, body: Json) -> Events:
         """completions_stream in two steps: a bad request fails here, before the stream begins."""
         job = await self._intake.completion(parse(CompletionRequest, body))
+        return self._completion_events(job, self._enter(job))
+
+    def _enter(self, job: Job) -> Ticket:
+        """Raises ApiError: 503 when the engine is gone, 429 when it is full."""
         self.check_alive()
-        return self._completion_events(job)
+        try:
+            return self._admission.enter([len(job.prompt(index).token_ids) for index in range(len(job.choices))])
+        except ApiError:
+            self.metrics.refused.inc()
+            raise
 
     # --------------------------------------------------------------------------------------------------- streaming
 
-    async def _chat_events(self, job: Job) -> Events:
+    async def _chat_events(self, job: Job, ticket: Ticket) -> Events:
         kind = "chat.completion.chunk"
         greeted: set[int] = set()
-        async with aclosing(self._run(job)) as changes:
+        async with aclosing(self._run(job, ticket)) as changes:
             async for choice in changes:
                 piece, delta = choice.take(), {}
                 if choice.index not in greeted and (piece.text or choice.finish_reason):
@@ -127,9 +137,9 @@ class OpenAIServing:
         if job.include_usage:
             yield job.head(kind) | {"choices": [], "usage": job.usage()}
 
-    async def _completion_events(self, job: Job) -> Events:
+    async def _completion_events(self, job: Job, ticket: Ticket) -> Events:
         kind = "text_completion"
-        async with aclosing(self._run(job)) as changes:
+        async with aclosing(self._run(job, ticket)) as changes:
             async for choice in changes:
                 piece = choice.take()
                 if piece.text or piece.scores:
@@ -140,15 +150,14 @@ class OpenAIServing:
             yield job.head(kind) | {"choices": [], "usage": job.usage()}
 
     async def _collect(self, job: Job) -> list[Piece]:
-        self.check_alive()
-        async with aclosing(self._run(job)) as changes:
+        async with aclosing(self._run(job, self._enter(job))) as changes:
             async for _ in changes:
                 pass
         return [choice.take() for choice in job.choices]
 
     # ----------------------------------------------------------------------------------------------------- running
 
-    async def _run(self, job: Job) -> AsyncGenerator[Choice, None]:
+    async def _run(self, job: Job, ticket: Ticket) -> AsyncGenerator[Choice, None]:
         """Runs the job's sequences; yields a choice whenever it has changed, the last time with a finish reason."""
         timers = [SequenceTimer(self.metrics) for _ in job.choices]
         ended = "abort"
@@ -158,6 +167,7 @@ class OpenAIServing:
                 while left:
                     changed = self._take_in(job, await fanout.batch(), timers)
                     for choice in changed:
+                        ticket.begun(choice.index)
                         if choice.finish_reason:
                             fanout.stop(choice.index)
                             left -= 1
@@ -167,6 +177,7 @@ class OpenAIServing:
             ended = "error"
             raise to_api_error(error) from None
         finally:
+            ticket.leave()
             for timer in timers:
                 timer.finish(ended)
 
