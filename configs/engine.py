@@ -166,6 +166,9 @@ class ServeConfig(Settings):
         description="keys that clients must send, one a line; none, and no SHOAL_API_KEYS = anyone may ask",
     )
     admission: AdmissionConfig = AdmissionConfig()
+    request_timeout_s: float | None = Field(
+        default=None, gt=0, description="longest time of a request, streams included; default: no limit"
+    )
     deployment: DeploymentConfig = DeploymentConfig()
 
     @model_validator(mode="after")

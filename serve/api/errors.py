@@ -42,7 +42,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if (
+            self.status == HTTPStatus.GATEWAY_TIMEOUT
+        ):  # clients retry it of themselves, which would only add to the load
+            headers["X-Should-Retry"] = "false"
+        return headers
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -64,6 +69,11 @@ def engine_dead() -> ApiError:
     message = "The engine behind this model has stopped and is being replaced. Try again in a few seconds."
     status = HTTPStatus.SERVICE_UNAVAILABLE
     return ApiError(status, message, "service_unavailable_error", code="engine_dead", retry_after_s=RETRY_AFTER_S)
+
+
+def request_timeout(seconds: float) -> ApiError:
+    message = f"The request took longer than {seconds:g} s, which is this server's limit, and was stopped."
+    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, "timeout_error", code="request_timeout")
 
 
 def to_api_error(error: BaseException) -> ApiError:

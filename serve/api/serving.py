@@ -1,5 +1,6 @@
 """OpenAI's chat and completions over an engine: dicts in, dicts out. HTTP routes and deployment handles share it."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -8,7 +9,7 @@ from serve.api.admission import Admission, Ticket
 from serve.api.auth import ApiKeys
 from serve.api.choice import Choice, Piece
 from serve.api.engine_protocol import Engine
-from serve.api.errors import ApiError, engine_dead, to_api_error
+from serve.api.errors import ApiError, engine_dead, request_timeout, to_api_error
 from serve.api.fanout import Fanout
 from serve.api.intake import Intake
 from serve.api.job import Job
@@ -40,8 +41,10 @@ class OpenAIServing:
         sampling_defaults: dict[str, float] | None = None,
         api_keys: ApiKeys = ApiKeys(),
         admission: Admission | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self.engine = engine
+        self._timeout_s = timeout_s
         self._admission = admission or Admission()
         self.api_keys = api_keys
         self.model_name = model_name
@@ -160,12 +163,13 @@ class OpenAIServing:
     async def _run(self, job: Job, ticket: Ticket) -> AsyncGenerator[Choice, None]:
         """Runs the job's sequences; yields a choice whenever it has changed, the last time with a finish reason."""
         timers = [SequenceTimer(self.metrics) for _ in job.choices]
+        deadline = None if self._timeout_s is None else asyncio.get_running_loop().time() + self._timeout_s
         ended = "abort"
         try:
             async with Fanout([self._generate(job, index) for index in range(len(job.choices))]) as fanout:
                 left = len(job.choices)
                 while left:
-                    changed = self._take_in(job, await fanout.batch(), timers)
+                    changed = self._take_in(job, await self._next(fanout, deadline), timers)
                     for choice in changed:
                         ticket.begun(choice.index)
                         if choice.finish_reason:
@@ -180,6 +184,14 @@ class OpenAIServing:
             ticket.leave()
             for timer in timers:
                 timer.finish(ended)
+
+    async def _next(self, fanout: Fanout, deadline: float | None) -> list[tuple[int, RequestDelta]]:
+        """Raises ApiError (504) past the deadline, a time of the event loop."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await fanout.batch()
+        except TimeoutError:
+            raise request_timeout(self._timeout_s or 0.0) from None
 
     def _generate(self, job: Job, index: int) -> AsyncIterator[RequestDelta]:
         return self.engine.generate(

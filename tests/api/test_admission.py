@@ -1,4 +1,4 @@
-"""The bound on what may wait: who is refused, with what, and that nobody is forgotten."""
+"""Bounds on what may wait and how long: who is refused, with what, and that nobody is forgotten."""
 
 import asyncio
 import re
@@ -98,6 +98,30 @@ def test_streams_that_fail_or_are_never_read_leave(make_api: Callable[..., Api],
 
     asyncio.run(open_and_drop())
     assert (admission.num_sequences, admission.num_waiting_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(("pause_after", "shown"), [(0, 0), (3, 2)])
+def test_a_request_that_takes_too_long(
+    make_api: Callable[..., Api], bytes_of: Any, pause_after: int, shown: int
+) -> None:
+    """Stopped before its first token or after some, streamed or not, and told not to come again."""
+    admission = Admission()
+    script = Script([*bytes_of("hello"), 1], pause_after=pause_after)
+    api = make_api(script, admission=admission, timeout_s=0.1)
+    answer = api.chat(n=2)
+    assert answer.status_code == 504 and answer.headers["x-should-retry"] == "false"
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("timeout_error", "request_timeout") and "0.1 s" in error["message"]
+    api.engine.resume = asyncio.Event()  # of the next request's event loop
+    events = api.stream()
+    assert events[-2]["error"]["code"] == "request_timeout" and events[-1] == "[DONE]"
+    assert len([event for event in events[:-2] if event["choices"][0]["delta"].get("content")]) == shown
+    assert len(api.engine.aborted) == 3 and not api.engine.running and admission.num_sequences == 0
+
+
+def test_within_the_limit_nothing_changes(make_api: Callable[..., Api], bytes_of: Any) -> None:
+    api = make_api(Script([*bytes_of("ok"), 1]), timeout_s=5)
+    assert api.chat().json()["choices"][0]["message"]["content"] == "ok"
 
 
 def test_settings() -> None:
