@@ -166,6 +166,9 @@ class ServeConfig(Settings):
         description="keys that clients must send, one a line; none, and no SHOAL_API_KEYS = anyone may ask",
     )
     admission: AdmissionConfig = AdmissionConfig()
+    health_stall_s: float = Field(
+        default=60.0, gt=0, description="/health answers 503 when requests are pending and no step ended for so long"
+    )
     request_timeout_s: float | None = Field(
         default=None, gt=0, description="longest time of a request, streams included; default: no limit"
     )

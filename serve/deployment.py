@@ -65,6 +65,7 @@ class LLMServer:
             load_api_keys(self._config.api_key_file, os.environ.get(API_KEYS_VARIABLE, "")),
             Admission(self._config.max_sequences, self._config.admission.max_waiting_tokens),
             self._config.request_timeout_s,
+            self._config.health_stall_s,
         )
         self._on_death = asyncio.create_task(self._exit_when_dead())
         _current = self

@@ -53,6 +53,7 @@ class AsyncEngine:
         self.start_seconds: dict[str, float] = {}  # where the start's time went: processes up, then workers' phases
         self._stats: EngineStats | None = None
         self._dead: str | None = None
+        self._progress = time.monotonic()  # when a step last ended, or the first request came after a pause
         self._stopped = False
         self.died = asyncio.Event()
         self._ready: Future[EngineReady] = Future()
@@ -111,6 +112,11 @@ class AsyncEngine:
         """Why the engine can serve no more, or None."""
         return self._dead
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since a step last ended while requests are pending; 0 when none are."""
+        return time.monotonic() - self._progress if self._queues else 0.0
+
     async def generate(
         self,
         token_ids: list[int],
@@ -136,6 +142,8 @@ class AsyncEngine:
         stop_ids = (*eos, *params.stop_token_ids)
         finished = False
         self._send(AddRequest(request_id, token_ids, params, priority, cache_salt, stop_ids))
+        if not self._queues:
+            self._progress = time.monotonic()
         self._queues[request_id] = queue  # after sending, which may fail; answers come through this same loop
         try:
             while not finished:
@@ -191,6 +199,7 @@ class AsyncEngine:
     def _take(self, message: FromDriver) -> None:
         if isinstance(message, EngineOutputs):
             self._stats = message.stats
+            self._progress = time.monotonic()
             for delta in message.deltas:
                 if (queue := self._queues.get(delta.request_id)) is not None:
                     queue.put_nowait(delta)

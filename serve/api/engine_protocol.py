@@ -34,3 +34,7 @@ class Engine(Protocol):
     @property
     def dead(self) -> str | None:
         """Why the engine can serve no more, or None."""
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since a step last ended while requests are pending; 0 when none are."""

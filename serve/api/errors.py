@@ -71,6 +71,12 @@ def engine_dead() -> ApiError:
     return ApiError(status, message, "service_unavailable_error", code="engine_dead", retry_after_s=RETRY_AFTER_S)
 
 
+def engine_stalled(seconds: float) -> ApiError:
+    message = f"Requests are pending and no step has ended for {seconds:g} s."
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    return ApiError(status, message, "service_unavailable_error", code="engine_stalled", retry_after_s=RETRY_AFTER_S)
+
+
 def request_timeout(seconds: float) -> ApiError:
     message = f"The request took longer than {seconds:g} s, which is this server's limit, and was stopped."
     return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, "timeout_error", code="request_timeout")

@@ -71,7 +71,7 @@ def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         try:
-            get_serving().check_alive()
+            get_serving().check_progress()
         except ApiError as error:
             return error_response(error)
         return json_response({"status": "ok"})

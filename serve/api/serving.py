@@ -9,7 +9,7 @@ from serve.api.admission import Admission, Ticket
 from serve.api.auth import ApiKeys
 from serve.api.choice import Choice, Piece
 from serve.api.engine_protocol import Engine
-from serve.api.errors import ApiError, engine_dead, request_timeout, to_api_error
+from serve.api.errors import ApiError, engine_dead, engine_stalled, request_timeout, to_api_error
 from serve.api.fanout import Fanout
 from serve.api.intake import Intake
 from serve.api.job import Job
@@ -42,9 +42,11 @@ class OpenAIServing:
         api_keys: ApiKeys = ApiKeys(),
         admission: Admission | None = None,
         timeout_s: float | None = None,
+        stall_s: float = 60.0,
     ) -> None:
         self.engine = engine
         self._timeout_s = timeout_s
+        self._stall_s = stall_s
         self._admission = admission or Admission()
         self.api_keys = api_keys
         self.model_name = model_name
@@ -69,6 +71,13 @@ class OpenAIServing:
         """Raises ApiError (503) once the engine is gone."""
         if self.engine.dead is not None:
             raise engine_dead()
+
+    def check_progress(self) -> None:
+        """For health checks: raises ApiError (503) once the engine is gone, or has pending requests and has not ended a
+        step for too long. A busy engine, however many wait, is well."""
+        self.check_alive()
+        if self.engine.stalled_s > self._stall_s:
+            raise engine_stalled(self._stall_s)
 
     async def chat(self, body: Json) -> Json:
         job = await self._intake.chat(parse(ChatRequest, body))

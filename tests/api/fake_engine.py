@@ -52,6 +52,7 @@ class FakeEngine:
         self.resume = asyncio.Event()
         self.dead: str | None = None
         self.stats: EngineStats | None = None
+        self.stalled_s = 0.0
         self._script_of = script_of
 
     async def generate(

@@ -316,6 +316,20 @@ def test_health(api):
     assert answer.json()["error"]["code"] == "engine_dead"
 
 
+def test_health_of_an_engine_that_makes_no_progress(make_api, bytes_of):
+    api = make_api(Script([*bytes_of("ok"), 1]), stall_s=30)
+    for stalled, status in ((0, 200), (29, 200), (31, 503), (2, 200)):
+        api.engine.stalled_s = stalled
+        answer = api.request("GET", "/health")
+        assert answer.status_code == status
+        assert status == 200 or (answer.json()["error"]["code"], answer.headers["retry-after"]) == (
+            "engine_stalled",
+            "5",
+        )
+    api.engine.stalled_s = 31
+    assert api.chat().status_code == 200  # only health checks mind
+
+
 def test_version(api):
     assert list(api.request("GET", "/version").json()) == ["version"]
 

@@ -1,5 +1,6 @@
 """`LLM` and its parameters end to end."""
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -137,3 +138,15 @@ def test_a_long_temporary_folder_is_no_obstacle(
     with LLM(tiny_model, device="cpu") as other:
         assert other.generate([[5, 6]], GREEDY)[0].token_ids
     assert list(long.iterdir()) == []
+
+
+def test_progress_is_told_apart_from_pauses(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="cpu") as llm:
+        time.sleep(0.2)
+        assert llm.engine.stalled_s == 0.0
+        (future,) = llm.submit(["And"], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        while llm.engine.stalled_s == 0.0 and not future.done():
+            time.sleep(0.001)
+        assert not future.done()  # a pending request counts from its arrival on
+        future.result()
+        assert llm.engine.stalled_s == 0.0
