@@ -209,7 +209,7 @@ class Sampler:
             probs = self._probabilities(processed, slot_ids, needs).squeeze(1)
             if Needs.REJECTION in needs:
                 self._draft_probs[slot_ids, index] = probs
-            stream = torch.where(self.rejects[slot_ids], _DRAFT, _TARGET)
+            stream = _TARGET + (_DRAFT - _TARGET) * self.rejects[slot_ids].long()
             drawn = draw(probs, self.seed[slot_ids], positions, stream)
             tokens = torch.where(self.temperature[slot_ids] > 0, drawn, tokens)
         return tokens

@@ -152,6 +152,17 @@ def test_graphs_and_drafts_change_nothing(
         assert sum(stats.accepted_per_position) / stats.verifications > (0.6, 1.0, 1.3)[drafts - 1]
 
 
+def test_drafts_of_unseeded_requests_are_taken_by_rejection_sampling(tiny_model: Path) -> None:
+    params = SamplingParams(temperature=1, max_tokens=60, ignore_eos=True)
+    settings = {"device": "cuda", "dtype": "float32", "kv_cache_bytes": CACHE, "draft_policy": "fixed"}
+    with LLM(tiny_model, num_draft_tokens=2, **settings) as llm:
+        done = llm.generate(PROMPTS * 4, params)
+        stats = llm.engine.stats
+    assert [len(completion.token_ids) for completion in done] == [60] * 16
+    assert len({tuple(completion.token_ids) for completion in done}) == 16
+    assert stats is not None and sum(stats.accepted_per_position) / stats.verifications > 0.8  # 1.2 on a CPU
+
+
 @pytest.mark.parametrize("exchange", ["replicated", "leader", "sharded"])
 def test_two_ranks_with_every_exchange(exchange: str) -> None:
     gpus(2)
