@@ -77,3 +77,12 @@ def test_decoded_rows_touch_the_experts_that_the_floor_expects(tmp_path: Path) -
             touched = sum(len(group) for group in groups) / len(groups)
             expected = experts * (1 - (1 - chosen / experts) ** rows)
             assert touched == pytest.approx(expected, rel=0.1), (layer, rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "new"
+    monkeypatch.setattr(sys, "argv", ["random_checkpoint.py", "tiny", str(folder), "--device", "cuda"])
+    with pytest.raises(SystemExit, match="--device cuda: torch finds no GPU here: use cpu"):
+        random_checkpoint.main()
+    assert not folder.exists()
