@@ -4,11 +4,13 @@
 
 The model is a preset (random weights made in place, unless --folder says where `random_checkpoint.py` wrote it) or a
 checkpoint's folder. Every sequence has its own random prompt; a figure is the median time from one step's tokens to the
-next, as the front end sees them, over steps in which all sequences decode.
+next, as the front end sees them, over --steps steps in which all sequences decode, after the last prompt was read.
 """
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ from roofline import Card, Step, config_of, floor_seconds, step_parts
 from configs.base import ConfigError, explain
 from configs.engine import EngineConfig
 from serve.engine import AsyncEngine
+from serve.errors import EngineDeadError
 from serve.hosting import EnginePlan, LocalHost
 from workers.step import SamplingParams
 
@@ -36,6 +39,34 @@ class Arrival(NamedTuple):
     tokens: int
 
 
+class Course:
+    """When tokens of each of `batch` sequences arrived, until `steps` steps were seen of all together."""
+
+    def __init__(self, batch: int, steps: int) -> None:
+        self.streams: list[list[Arrival]] = [[] for _ in range(batch)]
+        self._waiting = batch
+        self._start = 0.0
+        self._left = steps + 1
+
+    def add(self, index: int, tokens: int) -> None:
+        stream, at = self.streams[index], time.perf_counter()
+        if self._waiting == 0 and index == 0:
+            self._left -= 1
+        elif not stream:
+            self._waiting -= 1
+            self._start = at
+        stream.append(Arrival(at, tokens))
+
+    @property
+    def is_over(self) -> bool:
+        """A step gives tokens to every sequence, so that one of them counts for all."""
+        return self._left <= 0
+
+    def together(self, index: int) -> list[Arrival]:
+        """A sequence's arrivals after the last sequence's first."""
+        return [arrival for arrival in self.streams[index] if arrival.at > self._start]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help=f"a checkpoint's folder, or {', '.join(PRESETS)}")
@@ -43,33 +74,46 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=100, help="tokens of every sequence")
+    parser.add_argument("--steps", type=int, default=100, help="that are measured in every case")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="engine settings, values as JSON")
     parser.add_argument("--bandwidth", type=float, default=Card().bandwidth / 1e12, help="TB/s, for the floor")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
-    config_of(str(args.folder or args.model))
+    if args.steps < 1:
+        raise SystemExit(f"--steps {args.steps}: give 1 or more")
+    for case in itertools.product(args.batch, args.context, args.drafts):
+        _floor_ms(args, *case)  # refuses what cannot be before anything starts
     with tempfile.TemporaryDirectory(prefix="shoal-preset-") as made:
-        asyncio.run(bench(args, Path(made)))
+        plans = {drafts: _plan(args, Path(made), drafts) for drafts in args.drafts}
+        try:
+            asyncio.run(bench(args, plans))
+        except EngineDeadError as error:
+            raise SystemExit(str(error)) from None
 
 
-async def bench(args: argparse.Namespace, made: Path) -> None:
-    """Prints a row for every case; `made`: an empty folder for a preset's config.json."""
-    figures: dict[str, Any] = {"model": args.model, "date": time.strftime("%Y-%m-%d"), **_place(), "rows": []}
+async def bench(args: argparse.Namespace, plans: dict[int, EnginePlan]) -> None:
+    """Prints a row for every case; `plans`: of the engine for each number of drafts. EngineDeadError if one fails."""
+    figures: dict[str, Any] = {
+        "model": args.model,
+        "date": time.strftime("%Y-%m-%d"),
+        **_place(),
+        "starts": [],
+        "rows": [],
+    }
     print(f"{args.model}, {figures['card']}, commit {figures['commit']}\n")
     print(
         "drafts | context | batch | step, ms | p99 | floor, ms | of floor | tokens/s | tokens a step | first token, ms"
     )
     print(" | ".join(["---"] * 10), flush=True)
-    for drafts in args.drafts:
+    for drafts, plan in plans.items():
         begin = time.perf_counter()
-        engine = await AsyncEngine.start(_plan(args, made, drafts), LocalHost)
-        figures["start_s"] = time.perf_counter() - begin
-        figures["phases_s"] = engine.start_seconds
+        engine = await AsyncEngine.start(plan, LocalHost)
+        start = {"drafts": drafts, "start_s": time.perf_counter() - begin, "phases_s": engine.start_seconds}
+        figures["starts"].append(start)
         try:
-            await _run(engine, 1, 16, 4)
+            await _run(engine, 1, 16, 1)
             for context in args.context:
                 for batch in args.batch:
                     row = await _measure(engine, args, batch, context, drafts)
@@ -80,15 +124,17 @@ async def bench(args: argparse.Namespace, made: Path) -> None:
                     print(" | ".join(map(str, shown)), flush=True)
         finally:
             await engine.stop()
-    print(f"\nstart: {figures['start_s']:.1f} s { ({k: round(v, 1) for k, v in figures['phases_s'].items()}) }")
+    print()
+    for start in figures["starts"]:
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start["phases_s"].items())
+        print(f"start with {start['drafts']} drafts: {start['start_s']:.1f} s ({phases})")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2))
 
 
 def _plan(args: argparse.Namespace, made: Path, drafts: int) -> EnginePlan:
-    """SystemExit with a sentence for what cannot work."""
+    """SystemExit with a sentence for what cannot work. `made`: a folder for a preset's config.json."""
     settings: dict[str, Any] = {
-        "max_model_len": max(args.context) + args.steps * (1 + drafts) + 16,
         "max_num_seqs": max(args.batch),
         "enable_prefix_caching": False,
         "draft_policy": "fixed",
@@ -108,7 +154,12 @@ def _plan(args: argparse.Namespace, made: Path, drafts: int) -> EnginePlan:
         folder, settings["load_format"] = made, "dummy"
         (folder / "config.json").write_text(json.dumps(PRESETS[args.model]))
     try:
-        return EnginePlan.make(EngineConfig(model=folder, **settings))
+        config = EngineConfig(model=folder, **settings)
+        if config.max_model_len is None:
+            cases = itertools.product(args.batch, args.context)
+            longest = max(context + _num_tokens(config, batch, context, args.steps) for batch, context in cases)
+            config = EngineConfig(model=folder, max_model_len=longest, **settings)
+        return EnginePlan.make(config)
     except ValidationError as error:
         raise SystemExit(explain(error, where="engine")) from None
     except ConfigError as error:
@@ -119,44 +170,78 @@ async def _measure(
     engine: AsyncEngine, args: argparse.Namespace, batch: int, context: int, drafts: int
 ) -> dict[str, float]:
     begin = time.perf_counter()
-    streams = await _run(engine, batch, context, args.steps)
+    course = await _run(engine, batch, context, args.steps)
     whole = time.perf_counter() - begin
-    # Between the last sequence's first tokens and the first one's last all decode together.
-    start = max(stream[0].at for stream in streams)
-    end = min(stream[-1].at for stream in streams)
-    together = [[a for a in stream if start <= a.at <= end] for stream in streams]
-    gaps = sorted(b.at - a.at for a, b in zip(together[0][1:], together[0][2:], strict=False))
-    tokens = sum(arrival.tokens for stream in together for arrival in stream[1:])
-    card = Card(bandwidth=args.bandwidth * 1e12)
-    parts = step_parts(config_of(str(args.folder or args.model)), Step(batch, context, 1 + drafts), drafts, args.tp)
+    own = course.together(0)
+    gaps = sorted(b.at - a.at for a, b in itertools.pairwise(own))
+    seen = [a for i in range(batch) for a in course.together(i) if own[0].at < a.at <= own[-1].at]
+    step, floor = statistics.median(gaps) * 1e3, _floor_ms(args, batch, context, drafts)
     return {
         "drafts": drafts,
         "context": context,
         "batch": batch,
-        "step_ms": statistics.median(gaps) * 1e3,
+        "steps": len(gaps),
+        "step_ms": step,
         "p99_ms": gaps[int(len(gaps) * 0.99)] * 1e3,
-        "floor_ms": floor_seconds(parts, card) * 1e3,
-        "tokens_per_s": tokens / (end - start),
-        "tokens_a_step": statistics.mean(a.tokens for stream in together for a in stream[1:]),
-        "ttft_ms": min(stream[0].at for stream in streams) * 1e3 - begin * 1e3,
+        "floor_ms": floor,
+        "of_floor": floor / step,
+        "tokens_per_s": sum(arrival.tokens for arrival in seen) / (own[-1].at - own[0].at),
+        "tokens_a_step": statistics.mean(arrival.tokens for arrival in seen),
+        "ttft_ms": min(stream[0].at for stream in course.streams) * 1e3 - begin * 1e3,
         "whole_s": whole,
     }
 
 
-async def _run(engine: AsyncEngine, batch: int, context: int, steps: int) -> list[list[Arrival]]:
-    """When tokens of each of `batch` sequences arrived."""
-    params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
-    generator = torch.Generator().manual_seed(batch * context)
+def _floor_ms(args: argparse.Namespace, batch: int, context: int, drafts: int) -> float:
+    """SystemExit with a sentence for a case that cannot be."""
+    parts = step_parts(config_of(str(args.folder or args.model)), Step(batch, context, 1 + drafts), drafts, args.tp)
+    return floor_seconds(parts, Card(bandwidth=args.bandwidth * 1e12)) * 1e3
 
-    async def stream(index: int, prompt: list[int]) -> list[Arrival]:
-        arrivals = []
-        async for delta in engine.generate(prompt, params, request_id=f"{batch}-{context}-{index}-{steps}"):
-            if delta.token_ids:
-                arrivals.append(Arrival(time.perf_counter(), len(delta.token_ids)))
-        return arrivals
+
+def _num_tokens(config: EngineConfig, batch: int, context: int, steps: int) -> int:
+    """That a sequence may make while the others' prompts are read, and in `steps` steps and some more."""
+    most = 1 + config.num_draft_tokens
+    left = max(1, config.max_num_batched_tokens - batch * most)
+    reading = -(-batch * context // left) + batch
+    return (reading + steps + 8) * most
+
+
+async def _run(engine: AsyncEngine, batch: int, context: int, steps: int) -> Course:
+    """SystemExit with a sentence if the engine cannot run so many sequences at a time for so long."""
+    count = _num_tokens(engine.plan.config, batch, context, steps)
+    ready = engine.started
+    if context + count > engine.max_model_len:
+        raise SystemExit(
+            f"--batch {batch} --context {context} --steps {steps}: sequences may become {context + count} long, "
+            f"max_model_len is {engine.max_model_len}: raise or drop it"
+        )
+    if (need := batch * -(-(context + count) // ready.page_size)) > ready.num_pages:
+        raise SystemExit(
+            f"--batch {batch} --context {context}: needs {need} pages of the cache, which has {ready.num_pages}: take "
+            f"fewer or shorter sequences, or --set kv_cache_bytes={need * ready.page_bytes}"
+        )
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    generator = torch.Generator().manual_seed(batch * context)
+    course = Course(batch, steps)
+
+    async def stream(index: int, prompt: list[int]) -> None:
+        deltas = engine.generate(prompt, params, request_id=f"{batch}-{context}-{index}-{steps}")
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                if delta.error is not None:
+                    raise RuntimeError(delta.error)
+                if delta.token_ids:
+                    course.add(index, len(delta.token_ids))
+                if course.is_over:
+                    return
 
     prompts = torch.randint(engine.vocab_size, (batch, context), generator=generator).tolist()
-    return await asyncio.gather(*(stream(i, prompt) for i, prompt in enumerate(prompts)))
+    await asyncio.gather(*(stream(i, prompt) for i, prompt in enumerate(prompts)))
+    if not course.is_over:
+        raise SystemExit(
+            f"--batch {batch} --context {context}: the sequences did not decode together for {steps} steps"
+        )
+    return course
 
 
 def _place() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Writes a checkpoint of a preset's shape with random weights and a balanced router, for any engine to load.
 
-    python benchmarks/random_checkpoint.py v2-lite FOLDER [--device auto]
+    python benchmarks/random_checkpoint.py v2-lite FOLDER [--device cpu]
 
 bfloat16 safetensors of up to 4 GB with an index; the weights are those of `load_format: dummy`, every time the same.
 The tokenizer is the shipped model's, filled up with made-up tokens to the preset's vocabulary.
@@ -36,9 +36,14 @@ def main() -> None:
     parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where numbers are drawn"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where numbers are drawn; the two draw different ones",
     )
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch finds no GPU here: use cpu")
     write_checkpoint(args.preset, args.folder, torch.device(args.device))
 
 
@@ -49,7 +54,7 @@ def write_checkpoint(preset: str, folder: Path, device: torch.device) -> None:
         print(f"{folder} holds {preset} already")
         return
     if folder.is_dir() and any(folder.iterdir()):
-        raise SystemExit(f"{folder} is not empty and does not hold a whole {preset}: give another folder")
+        raise SystemExit(f"{folder} is not empty and does not hold a whole {preset}: empty it or give another folder")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config)
     write_tokenizer(folder, PRESETS[preset]["vocab_size"])

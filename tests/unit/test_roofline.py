@@ -56,9 +56,16 @@ def test_every_part_of_a_small_model(tmp_path: Path) -> None:
     assert parts["experts"] == pytest.approx((4 * (1 - 0.75**6) * 168 * 2, 2 * 6 * 168))
     assert parts["shared experts"] == (0, 0)
     assert parts["head"] == (20 * 8 * 2, 2 * 20 * 8 * 6)
+    # The module stores both rows of a sequence, and runs its layer over the last one.
     drafting = by_name(step_parts(load_model_config(tmp_path), Step(3, 100, 2), drafts=1))
-    layer = projections * 2 + 3 * 100 * 8 * 2 + 128 + 4 * (1 - 0.75**6) * 168 * 2
+    layer = projections * 2 + 3 * 100 * 8 * 2 + 128 + 4 * (1 - 0.75**3) * 168 * 2
     assert drafting["MTP"][0] == pytest.approx(2 * 8 * 8 * 2 + layer + 20 * 8 * 2)
+    every_row = 2 * 6 * (2 * 8 * 8 + 8 * 8)
+    each_sequence = 2 * 3 * (projections + 100 * 2 * (8 + 6) + 8 * 4 + 168 + 20 * 8)
+    assert drafting["MTP"][1] == every_row + each_sequence
+    three = by_name(step_parts(load_model_config(tmp_path), Step(3, 100, 2), drafts=3))["MTP"]
+    assert three[0] == pytest.approx(3 * drafting["MTP"][0])
+    assert three[1] == every_row + 3 * each_sequence + 2 * 2 * 3 * 2 * 8 * 8
     halves = by_name(step_parts(load_model_config(tmp_path), Step(3, 100, 2), tp=2))
     assert halves["head"][0] == parts["head"][0] / 2 and halves["router"] == parts["router"]
 
@@ -70,6 +77,56 @@ def test_sparse_rows_read_their_own_selection() -> None:
     assert by_name(step_parts(config, Step(1, 1024, 2)))["attention"][0] == 4 * 1024 * 576 * 2
     shared = by_name(step_parts(config_of("glm52-slice"), Step(1, 16384)))["indexer"]
     assert shared[0] == 2 * (2048 * 32 * 128 + 6144 * (128 + 32) + 16384 * 128)  # one layer of four has an indexer
+
+
+def test_an_indexer_that_need_not_choose_only_keeps_keys() -> None:
+    within = by_name(step_parts(config_of("v32-slice"), Step(8, 2048)))
+    assert within["indexer"] == (4 * 7168 * 128 * 2, 4 * 2 * 8 * 7168 * 128)
+    assert within["attention"][0] == 4 * 8 * 2048 * 576 * 2
+
+
+def test_rows_do_not_read_more_than_there_is() -> None:
+    assert by_name(step_parts(config_of("v32-slice"), Step(1, 3000, 2)))["attention"][0] == 4 * 3000 * 576 * 2
+
+
+def test_sparse_prefill() -> None:
+    """Of 4096 rows the first 2048 take the i positions they see, unscored, the others choose 2048 each."""
+    parts = by_name(step_parts(config_of("v32-slice"), Step(1, 4096, 4096, is_prefill=True)))
+    pairs = sum(min(i, 2048) for i in range(1, 4097))
+    assert parts["attention"] == (4 * 4096 * 576 * 2, 4 * 2 * pairs * 128 * (576 + 512))
+    scored = sum(range(2049, 4097))
+    weights = 1536 * 64 * 128 + 7168 * 64
+    per_layer = 4096 * 7168 * 128 + 2048 * weights + scored * 64 * 128
+    assert parts["indexer"] == (4 * 2 * (7168 * 128 + weights + 4096 * 128), 4 * 2 * per_layer)
+    assert parts["head"][1] == 2 * 129280 * 7168
+
+
+def test_drafts_that_share_a_selection_do_not_score() -> None:
+    shared = config_of("glm52-slice")
+    assert shared.mtp is not None
+    own = shared.model_copy(update={"mtp": shared.mtp.model_copy(update={"share_selection": False})})
+    step = Step(1, 16384, 4)
+    scores = 2 * (2048 * 32 * 128 + 6144 * (128 + 32) + 16384 * 128)
+    for drafts, saved in ((1, 0), (3, 2)):
+        difference = (
+            by_name(step_parts(own, step, drafts))["MTP"][0] - by_name(step_parts(shared, step, drafts))["MTP"][0]
+        )
+        assert difference == pytest.approx(saved * scores)
+
+
+@pytest.mark.parametrize(
+    ("step", "drafts", "tp", "message"),
+    [
+        (Step(0, 8), 0, 1, "--batch 0: give 1 or more"),
+        (Step(1, -5), 0, 1, "--context -5: give 1 or more"),
+        (Step(1, 8), -1, 1, "--drafts -1: give 0 or more"),
+        (Step(1, 8), 0, 0, "--tp 0: give 1 or more"),
+        (Step(1, 8), 0, 3, r"num_attention_heads \(4\) is not divisible by tp_size 3"),
+    ],
+)
+def test_what_cannot_be_is_said(step: Step, drafts: int, tp: int, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        step_parts(config_of("tiny"), step, drafts, tp)
 
 
 def test_the_longer_of_bytes_and_operations_counts() -> None:
