@@ -20,8 +20,8 @@ def counter_bytes(rows: int, q_heads: int, sm_count: int) -> int:
 class CounterBuffers:
     """Zeroed uint8 buffers of one device, one for each stream on which kernels may run at the same time.
 
-    A captured graph holds the address of its stream's buffer, so that one is only ever replaced by `reserve`, before
-    graphs are captured.
+    A captured graph holds the address of its stream's buffer: only `reserve` ever replaces one, and what it replaces
+    stays alive.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class CounterBuffers:
         self._device = device
         self._capturing = capturing
         self._buffers: dict[int, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
 
     def reserve(self, rows: int, stream: int = 0) -> torch.Tensor:
         """The stream's buffer, kept for launches of up to max(rows, 8192) rows: the same object if it suffices, new
@@ -43,7 +44,10 @@ class CounterBuffers:
         rows = max(rows, MIN_ROWS)
         buffer = self._buffers.get(stream)
         if buffer is None or buffer.numel() < counter_bytes(rows, self._q_heads, self._sm_count):
-            buffer = self._buffers[stream] = self._zeros(rows)
+            grown = self._zeros(rows)
+            if buffer is not None:
+                self._outgrown.append(buffer)
+            buffer = self._buffers[stream] = grown
         return buffer
 
     def take(self, rows: int, stream: int = 0) -> torch.Tensor:

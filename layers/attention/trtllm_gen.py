@@ -53,7 +53,8 @@ class TrtllmGenAttention:
     ) -> torch.Tensor:
         n = rows.per_sequence
         # The kernel's causal mask: row i of a sequence's n sees its length less n - 1 - i.
-        return self._run(q, cache, rows, n, rows.block_table, rows.lengths[n - 1 :: n], rows.max_length, scale, 0)
+        lengths = rows.lengths[n - 1 :: n].clamp(min=1)
+        return self._run(q, cache, rows, n, rows.block_table, lengths, rows.max_length, scale, 0)
 
     def sparse(
         self,

@@ -1,5 +1,7 @@
 """Sizes and life of the counters of split-KV kernels."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -35,6 +37,10 @@ def test_the_same_buffer_until_it_must_grow() -> None:
     grown = buffers.reserve(8193)
     assert grown is not first and grown.numel() == counter_bytes(8193, 16, 132) and not grown.any()
     assert buffers.reserve(1) is grown
+    # A graph may hold the address of the old one, whose memory must not be given to anything else.
+    address, alive = first.data_ptr(), weakref.ref(first)
+    del first
+    assert alive() is not None and alive().data_ptr() == address
 
 
 def test_a_wider_launch_takes_a_temporary() -> None:
