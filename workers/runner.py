@@ -55,7 +55,7 @@ class ModelRunner:
                 config.attention_backend,
                 model_config.attention,
                 model_config.attention.num_heads // tp.size,
-                config.max_num_batched_tokens,
+                max(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.num_draft_tokens)),
                 self.dtype,
                 device,
             ),
