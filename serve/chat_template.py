@@ -87,6 +87,7 @@ class ChatTemplate(ChatFormat):
         except jinja2.TemplateError as error:
             raise ConfigError(f"the checkpoint's chat template is not valid: {error}") from None
         self._special_tokens = special_tokens
+        self.source = source
         self._knows_developer = "developer" in source
         self._empty_content, self._dict_arguments = self._probe_tool_calls()
 
@@ -151,7 +152,7 @@ class DeepSeekChat(ChatFormat):
     the assistant thinks, which it does not by default."""
 
     def __init__(self, kind: Kind) -> None:
-        self._kind = kind
+        self.kind = kind
 
     def _prepare(self, message: Message) -> Message:
         return dict(message)
@@ -161,7 +162,7 @@ class DeepSeekChat(ChatFormat):
         if not isinstance(thinking, bool):
             raise ChatTemplateError("thinking must be true or false")
         try:
-            return encode_chat(self._kind, messages, thinking=thinking, add_generation_prompt=add_generation_prompt)
+            return encode_chat(self.kind, messages, thinking=thinking, add_generation_prompt=add_generation_prompt)
         except ValueError as error:
             raise ChatTemplateError(str(error)) from None
 
