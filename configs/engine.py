@@ -165,6 +165,12 @@ class ServeConfig(Settings):
         default=None,
         description="keys that clients must send, one a line; none, and no SHOAL_API_KEYS = anyone may ask",
     )
+    tool_call_parser: Literal[
+        "auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "glm", "kimi_k2"
+    ] = Field(default="auto", description="how the model writes tool calls; auto = as its chat template says")
+    reasoning_parser: Literal["auto", "none", "think"] = Field(
+        default="auto", description="think = text in <think> tags is reasoning, as with auto; none = it is content"
+    )
     admission: AdmissionConfig = AdmissionConfig()
     health_stall_s: float = Field(
         default=60.0, gt=0, description="/health answers 503 when requests are pending and no step ended for so long"

@@ -40,9 +40,10 @@ class ChatFormat(ABC):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """Raises ChatTemplateError; `kwargs` are further variables the template may know."""
+        """Raises ChatTemplateError; `tools` in OpenAI's form; `kwargs` are further variables the template may know."""
         if clash := sorted(_RESERVED & set(kwargs or {})):
             raise ChatTemplateError(f"{clash[0]} is set by the request itself and cannot be a template argument")
         prepared = [self._prepare(message) for message in messages]
@@ -52,7 +53,7 @@ class ChatFormat(ABC):
             if not prepared or not prepared[-1].get("content"):
                 raise ChatTemplateError("continue_final_message needs a last message with content")
             prepared[-1]["content"] += _FINAL_MARK
-        text = self._render(prepared, add_generation_prompt, kwargs or {})
+        text = self._render(prepared, tools or [], add_generation_prompt, kwargs or {})
         if continue_final_message:
             text, mark, _ = text.rpartition(_FINAL_MARK)
             if not mark:
@@ -64,7 +65,9 @@ class ChatFormat(ABC):
         """A copy of the message, in the form that `_render` needs."""
 
     @abstractmethod
-    def _render(self, messages: list[Message], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
+    def _render(
+        self, messages: list[Message], tools: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]
+    ) -> str:
         """Raises ChatTemplateError."""
 
 
@@ -102,8 +105,11 @@ class ChatTemplate(ChatFormat):
             source = {item["name"]: item["template"] for item in source}.get("default")
         return cls(source, special_tokens) if isinstance(source, str) else None
 
-    def _render(self, messages: list[Message], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
-        variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
+    def _render(
+        self, messages: list[Message], tools: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]
+    ) -> str:
+        described = [{**tool, "function": _DESCRIBED | tool["function"]} for tool in tools] or None
+        variables: dict[str, Any] = {"tools": described, "documents": None, **self._special_tokens, **kwargs}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
         except Exception as error:  # a template is a program: it may fail in any way
@@ -138,7 +144,7 @@ class ChatTemplate(ChatFormat):
         forms: list[tuple[str | None, bool]] = [(None, False), ("", False), (None, True), ("", True)]
         for self._empty_content, self._dict_arguments in forms:
             try:
-                text = self._render([self._prepare(message) for message in _PROBE], False, {})
+                text = self._render([self._prepare(message) for message in _PROBE], [], False, {})
             except ChatTemplateError:
                 continue
             renders.append((self._empty_content, self._dict_arguments))
@@ -157,12 +163,16 @@ class DeepSeekChat(ChatFormat):
     def _prepare(self, message: Message) -> Message:
         return dict(message)
 
-    def _render(self, messages: list[Message], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
+    def _render(
+        self, messages: list[Message], tools: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]
+    ) -> str:
         thinking = kwargs.get("thinking", kwargs.get("enable_thinking", False))
         if not isinstance(thinking, bool):
             raise ChatTemplateError("thinking must be true or false")
         try:
-            return encode_chat(self.kind, messages, thinking=thinking, add_generation_prompt=add_generation_prompt)
+            return encode_chat(
+                self.kind, messages, tools, thinking=thinking, add_generation_prompt=add_generation_prompt
+            )
         except ValueError as error:
             raise ChatTemplateError(str(error)) from None
 
@@ -176,6 +186,9 @@ def load_chat_format(folder: Path, special_tokens: dict[str, str]) -> ChatFormat
         return DeepSeekChat(kind)
     return template
 
+
+# What templates take for granted in a function.
+_DESCRIBED: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 
 _PROBE: list[Message] = [
     {"role": "user", "content": "call"},

@@ -39,6 +39,8 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     serve.add_argument("--kv-cache-bytes", type=int, help="KV cache of each rank")
     serve.add_argument("--num-draft-tokens", type=int, help="speculation: tokens that MTP drafts a step, at most")
     serve.add_argument("--draft-policy", choices=["adaptive", "fixed"], help="how many of them a step drafts")
+    serve.add_argument("--tool-call-parser", help="how the model writes tool calls (default: as its template says)")
+    serve.add_argument("--reasoning-parser", help="auto, think or none")
     serve.add_argument("--no-prefix-caching", action="store_true", help="never reuse cached prefixes")
     serve.set_defaults(run=_serve)
 
@@ -65,8 +67,13 @@ def serve_args(args: argparse.Namespace) -> dict[str, Any]:
         "enable_prefix_caching": False if args.no_prefix_caching else None,
     }
     given = {name: value for name, value in engine.items() if value is not None}
-    keys = {"api_key_file": str(args.api_key_file.resolve())} if args.api_key_file is not None else {}
-    return {"engine": given, "served_model_name": args.served_model_name, **keys}
+    front = {
+        "served_model_name": args.served_model_name,
+        "api_key_file": None if args.api_key_file is None else str(args.api_key_file.resolve()),
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
+    }
+    return {"engine": given, **{name: value for name, value in front.items() if value is not None}}
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from serve.chat_template import load_chat_format
 from serve.driver.messages import StartupProgress
 from serve.engine import AsyncEngine
 from serve.hosting import EnginePlan
+from serve.parsers.detect import detect_output_format
 from serve.ray_host import RayHost, ray_device
 from serve.tokenizer import Tokenizer
 
@@ -56,12 +57,17 @@ class LLMServer:
         host = partial(RayHost, group=group, device=ray_device(self._config.engine))
         self._shown_percent = -1
         self._engine = await AsyncEngine.start(plan, host, self._show_progress)
+        folder = self._config.engine.model
+        chat = load_chat_format(folder, tokenizer.special_tokens)
+        output = detect_output_format(folder, chat, self._config.tool_call_parser, self._config.reasoning_parser)
+        logger.info("tool calls are read as %s, reasoning as %s", output.tools, "<think>" if output.reasoning else None)
         self.serving = OpenAIServing(
             self._engine,
             tokenizer,
-            load_chat_format(self._config.engine.model, tokenizer.special_tokens),
+            chat,
             self._config.model_name,
-            checkpoint_defaults(self._config.engine.model),
+            checkpoint_defaults(folder),
+            output,
             load_api_keys(self._config.api_key_file, os.environ.get(API_KEYS_VARIABLE, "")),
             Admission(self._config.max_sequences, self._config.admission.max_waiting_tokens),
             self._config.request_timeout_s,

@@ -19,22 +19,24 @@ class Detokenizer(Protocol):
         """What was held back. No token may follow."""
 
 
-def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Detokenizer:
-    if tokenizer.byte_level:
-        return ByteDetokenizer(tokenizer, skip_special_tokens)
-    return WindowDetokenizer(tokenizer, skip_special_tokens)
+def make_detokenizer(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool, keep: frozenset[int] = frozenset()
+) -> Detokenizer:
+    """`keep`: special tokens that are shown in any case."""
+    skipped = tokenizer.special_ids - keep if skip_special_tokens else frozenset()
+    return ByteDetokenizer(tokenizer, skipped) if tokenizer.byte_level else WindowDetokenizer(tokenizer, skipped)
 
 
 class ByteDetokenizer:
     """For byte-level BPE, where every token is a run of bytes: O(bytes of the token), holds at most 3 bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_id: int) -> str:
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        if token_id in self._skipped:
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
@@ -48,13 +50,15 @@ class WindowDetokenizer:
     The window starts at tokens already shown, so that rules for the start of a text do not apply to its new part.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
+        self._skipped = skipped
         self._shown: list[int] = []  # the ids of the last piece shown
         self._held: list[int] = []  # ids since then
 
     def add(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
         self._held.append(token_id)
         text = self._new_text()
         if not text or text.endswith(_REPLACEMENT):
@@ -68,6 +72,6 @@ class WindowDetokenizer:
         return text
 
     def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._shown, skip_special_tokens=self._skip_special)
-        after = self._tokenizer.decode(self._shown + self._held, skip_special_tokens=self._skip_special)
+        before = self._tokenizer.decode(self._shown, skip_special_tokens=False)
+        after = self._tokenizer.decode(self._shown + self._held, skip_special_tokens=False)
         return after[len(before) :]

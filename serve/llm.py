@@ -177,7 +177,7 @@ class LLM:
                 finish_reason = delta.finish_reason or finish_reason
                 if choice is not None:
                     choice.add(delta)
-                    text += choice.take().text
+                    text += choice.take().text()
                     if choice.finish_reason is not None:
                         output, finish_reason = output[: choice.num_tokens], choice.finish_reason
                         break

@@ -18,6 +18,9 @@ ITL_BUCKETS = (
 E2E_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
 
+_REASONS = ("stop", "tool_calls", "length", "abort", "error")  # why sequences end
+
+
 class EngineMetrics:
     """Latencies are observed by the front end; the engine's own numbers are read when scraped."""
 
@@ -48,11 +51,11 @@ class EngineMetrics:
         )
         success = Counter(
             "shoal_request_success",
-            "Sequences that ended, by reason (stop, length, abort, error).",
+            "Sequences that ended, by reason (stop, tool_calls, length, abort, error).",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self._finished = {r: success.labels(model_name, r) for r in ("stop", "length", "abort", "error")}
+        self._finished = {r: success.labels(model_name, r) for r in _REASONS}
 
         text = "Requests refused because the server was full."
         refused = Counter("shoal_request_refused", text, ["model_name"], registry=self.registry)
@@ -95,7 +98,7 @@ class SequenceTimer:
             return
         self._finished = True
         self._metrics.count_finished(reason)
-        if reason in ("stop", "length"):
+        if reason in ("stop", "tool_calls", "length"):
             self._metrics.e2e_latency.observe(time.monotonic() - self._start)
             if self._tokens > 1:
                 self._metrics.time_per_output_token.observe((self._last - self._first) / (self._tokens - 1))

@@ -57,7 +57,8 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self.byte_level = isinstance(self._fast.decoder, decoders.ByteLevel)
-        self._special_ids = frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
+        self._specials = {i: t.content for i, t in self._fast.get_added_tokens_decoder().items() if t.special}
+        self.special_ids = frozenset(self._specials)
         self._bytes: dict[int, bytes] = {}
         self._bos_prefix = self._bos_by_flag(config)
 
@@ -74,7 +75,11 @@ class Tokenizer:
         return text
 
     def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
+        return token_id in self.special_ids
+
+    def special_ids_of(self, texts: frozenset[str]) -> frozenset[int]:
+        """Those of these texts that are special tokens."""
+        return frozenset(i for i, text in self._specials.items() if text in texts)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for (empty for an id the vocabulary lacks)."""

@@ -18,7 +18,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How one request's tokens are chosen. Defaults are those of OpenAI's and vLLM's APIs.
 
     Order of application: logit_bias, min_tokens (stop ids masked), repetition / frequency / presence penalties,
-    temperature, then top_k, top_p and min_p on the resulting probabilities.
+    grammar, temperature, then top_k, top_p and min_p on the resulting probabilities.
 
     Raises ValueError naming the field when a value is out of its range.
     """
@@ -42,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[str, ...] = ()  # applied by the front end, which aborts the sequence
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    grammar: str = ""  # what the output must look like: a structural tag of xgrammar's, as JSON; "" = anything
 
     def __post_init__(self) -> None:
         check = _check_range

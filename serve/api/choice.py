@@ -1,4 +1,4 @@
-"""One choice of an answer: a sequence's tokens turned into text, scores and a finish reason."""
+"""One choice of an answer: a sequence's tokens turned into its parts, scores and a finish reason."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,6 +7,7 @@ from serve.api.errors import ApiError
 from serve.api.prompts import Prompt
 from serve.detokenizer import make_detokenizer
 from serve.driver.messages import RequestDelta
+from serve.parsers.output import OutputParser, Said, append
 from serve.stop import StopChecker
 from serve.tokenizer import Tokenizer
 from workers.step import SamplingParams, TokenLogprobs
@@ -23,8 +24,12 @@ class TokenScore(NamedTuple):
 class Piece(NamedTuple):
     """What a choice has gained since it was last asked."""
 
-    text: str
+    parts: list[Said]
     scores: list[TokenScore]
+
+    def text(self, kind: str = "content") -> str:
+        """All parts of one kind joined."""
+        return "".join(said.text for said in self.parts if said.kind == kind)
 
 
 @dataclass(frozen=True)
@@ -35,17 +40,35 @@ class Echo:
     prompt_only: bool
 
 
+@dataclass(frozen=True)
+class Turn:
+    """The answer is an assistant's turn: `parser` tells its parts apart, and needs to see the special tokens `keep`."""
+
+    parser: OutputParser
+    keep: frozenset[int] = frozenset()
+    with_reasoning: bool = True  # whether the reasoning is shown
+
+
 class Choice:
     """Takes tokens one by one, so that text, count and scores do not depend on how the engine grouped them.
 
     A token that ends the sequence (eos, stop_token_ids) counts and is scored but has no text, unless
     include_stop_str_in_output. Tokens after a stop string are dropped: the caller aborts the sequence once
-    `finish_reason` is set. The first `min_tokens` tokens are not searched for stop strings.
+    `finish_reason` is set. Stop strings are looked for in the answer alone, not in reasoning or calls of tools, and not
+    in the first `min_tokens` tokens.
     """
 
-    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams, echo: Echo | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        echo: Echo | None = None,
+        turn: Turn | None = None,
+    ) -> None:
         self.index = index
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0  # of them, those that the model thought with
         self.num_cached_tokens = 0
         self.num_drafted = 0  # tokens drafted for this choice
         self.num_accepted = 0  # of them, those that became part of it
@@ -53,9 +76,14 @@ class Choice:
         self._tokenizer = tokenizer
         self._params = params
         self._echo = echo
-        self._detokenizer = make_detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._turn = turn
+        self._detokenizer = make_detokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            keep=frozenset() if turn is None else turn.keep,
+        )
         self._stop = StopChecker(params.stop, params.include_stop_str_in_output)
-        self._text = ""  # not yet taken
+        self._parts: list[Said] = []  # not yet taken
         self._scores: list[TokenScore] = []  # not yet taken
         self._offset = 0  # length of the text decoded so far
         self._prompt_scores: dict[int, TokenLogprobs] = {}  # by position; a preempted prompt is scored again
@@ -91,29 +119,59 @@ class Choice:
 
     def take(self) -> Piece:
         """Scores wait for the text that follows them, or for the end, so that both stay together."""
-        if not self._text and not self.finish_reason:
-            return Piece("", [])
-        piece = Piece(self._text, self._scores)
-        self._text, self._scores = "", []
+        if not self._parts and not self.finish_reason:
+            return Piece([], [])
+        piece = Piece(self._parts, self._scores)
+        self._parts, self._scores = [], []
         return piece
 
     def _add_token(self, token_id: int, score: TokenLogprobs | None, *, shown: bool) -> None:
         self.num_tokens += 1
         if self._params.logprobs is not None:
             self._scores.append(TokenScore(token_id, score, self._offset))
+        thought = self._thinks
         if shown:
             self._add_text(self._detokenizer.add(token_id), searched=self.num_tokens > self._params.min_tokens)
+        self.num_reasoning_tokens += thought or self._thinks
+
+    @property
+    def _thinks(self) -> bool:
+        return self._turn is not None and self._turn.parser.thinks
 
     def _add_text(self, text: str, *, searched: bool) -> None:
         self._offset += len(text)
-        self._text += self._stop.add(text) if searched else text
+        if self._turn is None:
+            self._take_in([Said("content", text)], searched=searched)
+        elif text:
+            self._take_in(self._turn.parser.add(text), searched=searched)
+
+    def _take_in(self, parts: list[Said], *, searched: bool) -> None:
+        for said in parts:
+            if self._stop.matched:
+                return
+            if said.kind == "content":
+                self._show(said._replace(text=self._stop.add(said.text) if searched else said.text))
+            elif said.kind != "reasoning" or (self._turn is not None and self._turn.with_reasoning):
+                self._show(Said("content", self._stop.flush()))
+                self._show(said)
         if self._stop.matched:
-            self.finish_reason = "stop"
+            self._end("stop")
+
+    def _show(self, said: Said) -> None:
+        if said.text or said.kind == "call":
+            append(self._parts, said)
 
     def _finish(self, reason: str) -> None:
         self._add_text(self._detokenizer.flush(), searched=True)
-        self._text += self._stop.flush()
-        self.finish_reason = self.finish_reason or reason
+        if self._turn is not None:
+            self._take_in(self._turn.parser.finish(), searched=True)
+        self._show(Said("content", self._stop.flush()))
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self.finish_reason is None:
+            called = reason == "stop" and self._turn is not None and self._turn.parser.has_calls
+            self.finish_reason = "tool_calls" if called else reason
 
     def _show_prompt(self, prompt: Prompt) -> None:
         detokenizer = make_detokenizer(self._tokenizer, skip_special_tokens=self._params.skip_special_tokens)
@@ -123,5 +181,6 @@ class Choice:
                 self._scores.append(TokenScore(token_id, self._prompt_scores.get(position), len(text)))
             text += detokenizer.add(token_id)
         text += detokenizer.flush()
-        self._text += text if prompt.text is None else prompt.text
-        self._offset = len(self._text)
+        text = text if prompt.text is None else prompt.text
+        self._show(Said("content", text))
+        self._offset = len(text)

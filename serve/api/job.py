@@ -46,4 +46,5 @@ class Job:
             sum(choice.num_cached_tokens for choice in self.choices[:: self.n]),
             sum(choice.num_drafted for choice in self.choices),
             sum(choice.num_accepted for choice in self.choices),
+            sum(choice.num_reasoning_tokens for choice in self.choices),
         )

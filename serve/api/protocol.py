@@ -5,7 +5,7 @@ refused by name, unless its value asks for nothing.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -14,6 +14,9 @@ from workers.step import MAX_LOGPROBS
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOPS = 64  # stop strings of a request: each is looked for at every token
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _one_or_many(value: Any) -> Any:
@@ -55,6 +58,21 @@ class GenerationRequest(_Strict):
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = ""
     user: str | None = None
+    # What the answer must look like, in OpenAI's words, vLLM's and SGLang's; `structure` checks them.
+    response_format: Any = None
+    structured_outputs: dict[str, Any] = {}
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+
+    def structure_fields(self) -> dict[str, Any]:
+        """Those of the fields that say what the answer must look like which ask for something."""
+        fields = {name: getattr(self, name) for name in _STRUCTURE}
+        return {name: value for name, value in fields.items() if value not in (None, {}, [], "")}
 
     @property
     def include_usage(self) -> bool:
@@ -76,6 +94,11 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None  # default: unless the final message is continued
     continue_final_message: bool = False
     add_special_tokens: bool = False  # the template writes bos itself
+    tools: list[Any] = []  # checked by `read_tools`, as is tool_choice
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool = True  # whether the reasoning is sent
 
 
 class CompletionRequest(GenerationRequest):
@@ -97,6 +120,9 @@ class TokenizeRequest(_Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[Any] = []
+    tool_choice: Any = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool = False
 
 
@@ -118,29 +144,17 @@ _UNLESS_EMPTY = _unless([], {}, "", False)
 
 _REFUSED: Mapping[str, Asks] = {
     # OpenAI's
-    "tools": _UNLESS_EMPTY,
-    "tool_choice": _unless("none", "auto"),
     "functions": _UNLESS_EMPTY,
     "function_call": _unless("none", "auto"),
-    "response_format": _unless({"type": "text"}),
     "audio": _UNLESS_EMPTY,
     "modalities": _unless(["text"], []),
     "prediction": _UNLESS_EMPTY,
     "web_search_options": lambda value: True,
-    "reasoning_effort": lambda value: True,
     "verbosity": _unless("medium"),
     "service_tier": _unless("auto", "default"),
     "store": _UNLESS_EMPTY,
     "suffix": _UNLESS_EMPTY,
     # other servers'
-    "structured_outputs": _UNLESS_EMPTY,
-    "guided_json": _UNLESS_EMPTY,
-    "guided_regex": _UNLESS_EMPTY,
-    "guided_choice": _UNLESS_EMPTY,
-    "guided_grammar": _UNLESS_EMPTY,
-    "json_schema": _UNLESS_EMPTY,
-    "regex": _UNLESS_EMPTY,
-    "ebnf": _UNLESS_EMPTY,
     "use_beam_search": _UNLESS_EMPTY,
     "prompt_logprobs": lambda value: True,
     "truncate_prompt_tokens": lambda value: True,
@@ -153,6 +167,27 @@ _REFUSED: Mapping[str, Asks] = {
     "return_tokens_as_token_ids": _UNLESS_EMPTY,
 }
 
+# What chat has and plain completions lack.
+_CHAT_ONLY: Mapping[str, Asks] = {
+    "tools": _UNLESS_EMPTY,
+    "tool_choice": _unless("none", "auto"),
+    "reasoning_effort": _unless("none"),
+}
+
+_STRUCTURE = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+)
+# Their nulls are part of a schema.
+_VERBATIM = frozenset({"guided_json", "json_schema"})
+
 Request = TypeVar("Request", bound=_Strict)
 
 
@@ -160,7 +195,9 @@ def parse(kind: type[Request], body: Any) -> Request:
     """Validates a decoded body. Raises ApiError (400) that names the first field at fault."""
     if not isinstance(body, dict):
         raise bad_request("The request body must be a JSON object.")
-    given = {key: _without_nulls(value) for key, value in body.items() if value is not None}
+    given = {
+        key: value if key in _VERBATIM else _without_nulls(value) for key, value in body.items() if value is not None
+    }
     if issubclass(kind, GenerationRequest):
         _refuse_unsupported(kind, given)
     try:
@@ -177,7 +214,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _refuse_unsupported(kind: type[GenerationRequest], given: dict[str, Any]) -> None:
-    for name, asks in _REFUSED.items():
+    refused = _REFUSED if kind is ChatRequest else {**_REFUSED, **_CHAT_ONLY}
+    for name, asks in refused.items():
         if name in given and asks(given[name]):
             raise unsupported(name)
     if kind is CompletionRequest and "best_of" in given and given["best_of"] != given.get("n", 1):

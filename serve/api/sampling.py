@@ -29,6 +29,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     vocab_size: int,
+    grammar: str = "",
 ) -> SamplingParams:
     """For choice 0, 1, ... of a prompt: choice i of a seeded request uses seed + i, or all n would be the same text.
 
@@ -54,6 +55,7 @@ def sampling_params(
             stop=tuple(request.stop),
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
+            grammar=grammar,
         )
     except ValueError as error:
         message = str(error)

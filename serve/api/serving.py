@@ -15,11 +15,13 @@ from serve.api.intake import Intake
 from serve.api.job import Job
 from serve.api.logprobs import chat_logprobs, completion_logprobs
 from serve.api.protocol import ChatRequest, CompletionRequest, parse
-from serve.api.responses import Json, chat_choice, chat_delta, model_card, text_choice
+from serve.api.responses import Json, chat_choice, chat_delta, delta_of, model_card, text_choice
 from serve.api.tokens import TokenCalls
 from serve.chat_template import ChatFormat
 from serve.driver.messages import RequestDelta
 from serve.metrics import EngineMetrics, SequenceTimer
+from serve.parsers.detect import OutputFormat
+from serve.parsers.output import Said
 from serve.tokenizer import Tokenizer
 
 Events = AsyncGenerator[Json, None]
@@ -39,6 +41,7 @@ class OpenAIServing:
         chat_template: ChatFormat | None,
         model_name: str,
         sampling_defaults: dict[str, float] | None = None,
+        output_format: OutputFormat = OutputFormat(),
         api_keys: ApiKeys = ApiKeys(),
         admission: Admission | None = None,
         timeout_s: float | None = None,
@@ -54,7 +57,16 @@ class OpenAIServing:
         self._tokenizer = tokenizer
         self._created = int(time.time())
         defaults = sampling_defaults or {}
-        self._intake = Intake(tokenizer, chat_template, model_name, defaults, engine.max_model_len, engine.vocab_size)
+        self._intake = Intake(
+            tokenizer,
+            chat_template,
+            output_format,
+            model_name,
+            defaults,
+            engine.max_model_len,
+            engine.vocab_size,
+            can_end=bool(engine.eos_token_ids),
+        )
         self.tokens = TokenCalls(tokenizer, self._intake, engine.max_model_len)
 
     def models(self) -> Json:
@@ -83,7 +95,7 @@ class OpenAIServing:
         job = await self._intake.chat(parse(ChatRequest, body))
         pieces = await self._collect(job)
         choices = [
-            chat_choice(choice.index, piece.text, self._chat_scores(job, piece), choice.finish_reason)
+            chat_choice(choice.index, piece, self._chat_scores(job, piece), choice.finish_reason)
             for choice, piece in zip(job.choices, pieces, strict=True)
         ]
         return job.head("chat.completion") | {"choices": choices, "usage": job.usage()}
@@ -92,7 +104,7 @@ class OpenAIServing:
         job = await self._intake.completion(parse(CompletionRequest, body))
         pieces = await self._collect(job)
         choices = [
-            text_choice(choice.index, piece.text, self._text_scores(job, piece), choice.finish_reason)
+            text_choice(choice.index, piece.text(), self._text_scores(job, piece), choice.finish_reason)
             for choice, piece in zip(job.choices, pieces, strict=True)
         ]
         return job.head("text_completion") | {"choices": choices, "usage": job.usage()}
@@ -135,15 +147,17 @@ class OpenAIServing:
         greeted: set[int] = set()
         async with aclosing(self._run(job, ticket)) as changes:
             async for choice in changes:
-                piece, delta = choice.take(), {}
-                if choice.index not in greeted and (piece.text or choice.finish_reason):
-                    greeted.add(choice.index)
-                    delta = {"role": "assistant", "content": ""}
-                if piece.text or piece.scores:
-                    delta["content"] = piece.text
-                if delta:
-                    scores = self._chat_scores(job, piece)
+                piece = choice.take()
+                parts, scores = piece.parts, self._chat_scores(job, piece)
+                if not parts and (piece.scores or (choice.finish_reason and choice.index not in greeted)):
+                    parts = [Said("content", "")]
+                for said in parts:
+                    delta = delta_of(said)
+                    if choice.index not in greeted:
+                        greeted.add(choice.index)
+                        delta = {"role": "assistant"} | delta
                     yield job.chunk(kind, chat_delta(choice.index, delta, scores, None))
+                    scores = None
                 if choice.finish_reason:
                     yield job.chunk(kind, chat_delta(choice.index, {}, None, choice.finish_reason))
         if job.include_usage:
@@ -154,8 +168,8 @@ class OpenAIServing:
         async with aclosing(self._run(job, ticket)) as changes:
             async for choice in changes:
                 piece = choice.take()
-                if piece.text or piece.scores:
-                    yield job.chunk(kind, text_choice(choice.index, piece.text, self._text_scores(job, piece), None))
+                if piece.parts or piece.scores:
+                    yield job.chunk(kind, text_choice(choice.index, piece.text(), self._text_scores(job, piece), None))
                 if choice.finish_reason:
                     yield job.chunk(kind, text_choice(choice.index, "", None, choice.finish_reason))
         if job.include_usage:

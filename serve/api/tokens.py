@@ -7,6 +7,7 @@ from serve.api.errors import bad_request
 from serve.api.intake import Intake
 from serve.api.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest, parse
 from serve.api.responses import Json
+from serve.api.tools import read_tools
 from serve.tokenizer import Tokenizer, TokenizerError
 
 _LONG_TEXT = 1 << 14  # characters that are encoded off the event loop
@@ -28,14 +29,16 @@ class TokenCalls:
             raise bad_request("Give either prompt or messages.", "prompt")
         text, special = request.prompt, request.add_special_tokens
         if request.messages is not None:
-            text = self._intake.chat_text(
-                ChatRequest(
-                    messages=request.messages,
-                    add_generation_prompt=request.add_generation_prompt,
-                    continue_final_message=request.continue_final_message,
-                    chat_template_kwargs=request.chat_template_kwargs,
-                )
+            chat = ChatRequest(
+                messages=request.messages,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                chat_template_kwargs=request.chat_template_kwargs,
+                tools=request.tools,
+                tool_choice=request.tool_choice,
+                reasoning_effort=request.reasoning_effort,
             )
+            text = self._intake.chat_text(chat, read_tools(chat))
         special = request.messages is None if special is None else special  # a template writes bos itself
         ids = await self._encode(text or "", special)
         answer: Json = {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids}

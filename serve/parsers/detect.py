@@ -31,17 +31,17 @@ _FAMILIES = {
 class OutputFormat:
     """How a model's turns are read."""
 
-    reasoning: bool
-    tools: str | None  # a name of TOOL_FORMATS
+    tools: str | None = None  # a name of TOOL_FORMATS
+    reasoning: bool = True  # whether a turn may begin with a reasoning
+    thinker: bool = False  # whether the model is known to write one
 
     @property
     def tool_format(self) -> ToolFormat | None:
         return None if self.tools is None else TOOL_FORMATS[self.tools]
 
-    @property
-    def marks(self) -> frozenset[str]:
+    def marks(self, *, with_tools: bool) -> frozenset[str]:
         """Tags that must reach the parser, special tokens or not."""
-        tools = () if self.tool_format is None else self.tool_format.marks
+        tools = self.tool_format.marks if with_tools and self.tool_format is not None else ()
         return frozenset((THINK, END_THINK) if self.reasoning else ()) | frozenset(tools)
 
     def thinking(self, prompt: str) -> Thinking:
@@ -61,7 +61,12 @@ def detect_output_format(
     tools = tool_call_parser
     if tools == AUTO:
         tools = _detect_tools(folder, chat)
-    return OutputFormat(reasoning_parser != NONE, None if tools == NONE else tools)
+    thinker = isinstance(chat, DeepSeekChat) or (isinstance(chat, ChatTemplate) and END_THINK in chat.source)
+    return OutputFormat(
+        None if tools == NONE else tools,
+        reasoning_parser != NONE,
+        reasoning_parser != NONE and (thinker or reasoning_parser != AUTO),
+    )
 
 
 def _detect_tools(folder: Path, chat: ChatFormat | None) -> str:

@@ -20,6 +20,15 @@ class Said(NamedTuple):
     id: str = ""  # of the call, where it begins
 
 
+def append(parts: list[Said], said: Said) -> None:
+    """Adds a part; what continues the last one joins it."""
+    last = parts[-1] if parts else None
+    if last is not None and said.kind != "call" and (said.kind, said.call) == (last.kind, last.call):
+        parts[-1] = last._replace(text=last.text + said.text)
+    else:
+        parts.append(said)
+
+
 class Thinking(enum.Enum):
     """What the prompt's end says of the turn's beginning."""
 
@@ -78,18 +87,15 @@ class OutputParser:
         for said in self._steps:
             if said is None:
                 break
-            if parts and said.kind != "call" and parts[-1].kind == said.kind and parts[-1].call == said.call:
-                parts[-1] = parts[-1]._replace(text=parts[-1].text + said.text)
-            else:
-                parts.append(said)
+            append(parts, said)
         return parts
 
     def _turn(self, thinking: Thinking) -> Generator[Said | None, None, None]:
         if thinking is Thinking.MAYBE:
             space = yield from self._source.space()
             self.thinks = yield from self._source.starts_with(THINK)
-            if not self.thinks and space:
-                yield Said("content", space)
+            if not self.thinks:
+                self._source.unread(space)
         if self.thinks:
             yield from self._reasoning()
         while not self._source.ended:

@@ -20,6 +20,10 @@ class Source:
     def more(self, text: str) -> None:
         self._pending += text
 
+    def unread(self, text: str) -> None:
+        """Puts back what was read last."""
+        self._pending = text + self._pending
+
     def close(self) -> None:
         self._closed = True
 

@@ -37,6 +37,7 @@ class Api:
 
     def __init__(self, tokenizer: Tokenizer, script: Script | Callable[[Call], Script], **kwargs: Any) -> None:
         self.engine = FakeEngine(tokenizer, script if callable(script) else lambda call: script)
+        self.engine.max_model_len = kwargs.pop("max_model_len", 128)
         template = ChatTemplate.from_folder(FOLDER, tokenizer.special_tokens)
         self.serving = OpenAIServing(self.engine, tokenizer, kwargs.pop("template", template), "tiny", **kwargs)
         self.app = create_app(lambda: self.serving)

@@ -63,6 +63,7 @@ def test_usage_comes_last_without_choices(make_api, bytes_of):
         "completion_tokens": 4,
         "total_tokens": prompt + 4,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["usage"] == api.chat().json()["usage"]
@@ -72,11 +73,14 @@ def test_usage_tells_of_drafts(make_api, bytes_of):
     """Three tokens a step of which two were drafted, and two drafts more that failed; "n" ends the answer early."""
     api = make_api(Script([*bytes_of("abcdefn"), 1], cut=3, rejected=2))
     *_, usage, _ = api.stream(stream_options={"include_usage": True})
-    details = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 6}
+    details = {"reasoning_tokens": 0, "accepted_prediction_tokens": 5, "rejected_prediction_tokens": 6}
     assert usage["usage"]["completion_tokens_details"] == details
     assert api.chat().json()["usage"] == usage["usage"]
     cut = api.chat(stop="e").json()["usage"]  # the fifth token: its step's drafts beyond it were not used
-    assert cut["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 4}
+    assert cut["completion_tokens_details"] == details | {
+        "accepted_prediction_tokens": 4,
+        "rejected_prediction_tokens": 4,
+    }
 
 
 def test_continuous_usage(make_api, bytes_of):

@@ -181,6 +181,12 @@ def test_reasoning(thinking, text, reasoning, content):
         assert parse_all_cuts(lambda t=tool_format: OutputParser(thinking, t), text) == (reasoning, content, [])
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_turn_that_only_calls(name):
+    whole = parse_all_cuts(lambda: make_parser(name, Thinking.MAYBE), WRITERS[name](CALLS[1:]))
+    assert whole == ("", "", [("now", "{}")])
+
+
 def test_reasoning_is_told_while_it_lasts():
     parser = OutputParser(Thinking.MAYBE)
     states = []
