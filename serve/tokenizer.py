@@ -5,26 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders
 
-from configs.base import ConfigError
 from configs.hf import read_json
+from workers.vocabulary import bytes_of_token, is_byte_level, read_tokenizer, special_tokens
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TokenizerError(ValueError):
     """A text that cannot be encoded."""
-
-
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet of byte-level BPE: printable characters stand for themselves, the others follow U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()
 
 
 class Tokenizer:
@@ -38,16 +27,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(
-                f"{folder} has no tokenizer.json: Shoal reads that file alone; convert other formats with "
-                "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
-        try:
-            self._fast: FastTokenizer = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"{path} cannot be read: {error}") from None
+        self._fast: FastTokenizer = read_tokenizer(folder)
         self._fast.no_truncation()
         self._fast.no_padding()
         self.config = config = read_optional_json(folder / "tokenizer_config.json")
@@ -56,8 +36,8 @@ class Tokenizer:
         )
         self.bos_token_id = self._id_of("bos_token")
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
-        self.byte_level = isinstance(self._fast.decoder, decoders.ByteLevel)
-        self._specials = {i: t.content for i, t in self._fast.get_added_tokens_decoder().items() if t.special}
+        self.byte_level = is_byte_level(self._fast)
+        self._specials = special_tokens(self._fast)
         self.special_ids = frozenset(self._specials)
         self._bytes: dict[int, bytes] = {}
         self._bos_prefix = self._bos_by_flag(config)
@@ -93,15 +73,10 @@ class Tokenizer:
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)))
 
     def _find_bytes(self, token_id: int) -> bytes:
-        token = self._fast.id_to_token(token_id)
-        if token is None:
-            return b""
-        if not self.byte_level:
-            text: str = self._fast.decode([token_id], skip_special_tokens=False)
-            return text.encode()
-        if all(char in _BYTE_OF_CHAR for char in token):
-            return bytes(_BYTE_OF_CHAR[char] for char in token)
-        return bytes(token.encode())  # an added token, e.g. with U+FF5C, stands for itself
+        if self.byte_level:
+            return bytes_of_token(self._fast, token_id)
+        text: str = self._fast.decode([token_id], skip_special_tokens=False)
+        return text.encode()
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

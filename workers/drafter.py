@@ -40,9 +40,9 @@ class Drafter:
         verdict: Verdict,
         caches: Sequence[LayerCache],
         needs: Needs,
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Drafts `count` tokens for each sampled slot. hidden [rows, hidden] of the batch; `caches`: the modules' own;
-        `needs`: of the sampled slots' requests."""
+        `needs`: of the sampled slots' requests. -> the drafts [sampled, count] int64, if any."""
         if not batch.slot_ids.shape[0]:
             count = 0
         ends = batch.sampled_rows.gather(1, verdict.counts[:, None] - 1).squeeze(1)  # rows of the last tokens kept
@@ -80,8 +80,11 @@ class Drafter:
             else:
                 final, _ = module(x, self.model.rotary(at + step), cache, single)
             drafts.append(self._choose(module.logits(final), batch, at, step, needs))
-        if drafts:
-            self.tables.set_drafts(batch.slot_ids, torch.stack(drafts, dim=1))
+        if not drafts:
+            return None
+        made = torch.stack(drafts, dim=1)
+        self.tables.set_drafts(batch.slot_ids, made)
+        return made
 
     def _choose(
         self, logits: torch.Tensor, batch: StepBatch, at: torch.Tensor, index: int, needs: Needs

@@ -4,6 +4,9 @@ import torch
 
 from workers.step import Admission
 
+# Not -inf: where a grammar allows nothing but the end, the end it is.
+_UNLIKELY = -1e30
+
 
 class LogitEdits:
     """Made when the first request with such parameters arrives."""
@@ -30,4 +33,4 @@ class LogitEdits:
         """logits [n, m, vocab] of slots [n], before output token number num_output [n, m] -> new logits."""
         too_early = num_output < self._min_tokens[slot_ids, None]
         masked = too_early[..., None] & self._forbidden[slot_ids, None]
-        return (logits + self._bias[slot_ids, None]).masked_fill(masked, -torch.inf)
+        return (logits + self._bias[slot_ids, None]).masked_fill(masked, _UNLIKELY)

@@ -16,6 +16,7 @@ from configs.engine import EngineConfig
 from workers.result import StepResult
 from workers.sampler import Needs, TokenScores, Verdict
 from workers.step import SamplingParams
+from workers.tables import StepBatch
 
 logger = logging.getLogger(__name__)
 
@@ -28,20 +29,31 @@ class GraphKey(NamedTuple):
     needs: Needs
 
 
+class DecodeHalves(NamedTuple):
+    """A decode step in two: `forward(slot_ids, verify, max_length)`, then `conclude(*its result, draft, needs, masks)`;
+    `masks(count, rows)` is where conclude finds what grammars allow (None on ranks that do not sample)."""
+
+    forward: Callable[[torch.Tensor, int, int], tuple[StepBatch, torch.Tensor]]
+    conclude: Callable[[StepBatch, torch.Tensor, int, Needs, torch.Tensor | None], StepResult]
+    masks: Callable[[int, int], torch.Tensor] | None
+
+
 class _Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
+    """One graph, or two between which the host writes masks."""
+
+    graphs: list[torch.cuda.CUDAGraph]
     result: StepResult
 
 
 class DecodeGraphs:
-    """`decode(slot_ids, verify, draft, needs, max_length)` captured and replayed.
+    """Decode steps captured and replayed.
 
     Every rank captures and replays in the same order: collectives inside graphs, and those of warm-up runs, meet.
     """
 
     def __init__(
         self,
-        decode: Callable[[torch.Tensor, int, int, Needs, int], StepResult],
+        halves: DecodeHalves,
         config: EngineConfig,
         padding: int,
         max_length: int,
@@ -50,7 +62,7 @@ class DecodeGraphs:
     ) -> None:
         """`padding`: a slot that may be decoded at any time without harm; `dense_context`: up to which length attention
         reads everything."""
-        self._decode = decode
+        self._halves = halves
         self._padding = padding
         self._sizes = ladder(config.max_num_seqs)
         self._bounds = length_ladder(max_length, dense_context)
@@ -67,9 +79,11 @@ class DecodeGraphs:
                 self._capture(key, size, self._bounds[0])
         logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - begin)
 
-    def launch(self, key: GraphKey, slots: list[int], max_length: int) -> StepResult:
-        """Decodes these slots, none of which may exceed max_length with what the step adds. The result is valid until
-        the next launch."""
+    def launch(
+        self, key: GraphKey, slots: list[int], max_length: int, write_masks: Callable[[int], object]
+    ) -> StepResult:
+        """Decodes these slots, none of which may exceed max_length with what the step adds. Where there are grammars,
+        `write_masks(count)` is called once the first half runs. The result is valid until the next launch."""
         key = _plain(key)
         size = next(size for size in self._sizes if size >= len(slots))
         bound = next((bound for bound in self._bounds if bound >= max_length), self._bounds[-1])
@@ -77,7 +91,10 @@ class DecodeGraphs:
         if captured is None:
             captured = self._capture(key, size, bound)
         self._set_slots(slots + [self._padding] * (size - len(slots)))
-        captured.graph.replay()
+        captured.graphs[0].replay()
+        for graph in captured.graphs[1:]:
+            write_masks(size)
+            graph.replay()
         return _first(captured.result, len(slots))
 
     def _set_slots(self, slots: list[int]) -> None:
@@ -87,18 +104,29 @@ class DecodeGraphs:
 
     def _capture(self, key: GraphKey, size: int, bound: int) -> _Captured:
         """Runs the step on padding alone, so that kernels are compiled and caches filled, then captures it."""
-        slot_ids = self._slot_ids[:size]
+        slot_ids, halves = self._slot_ids[:size], self._halves
+        has_grammars = Needs.GRAMMAR in key.needs
+        masks = halves.masks(size, 1 + key.verify) if has_grammars and halves.masks is not None else None
         self._set_slots([self._padding] * size)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._decode(slot_ids, *key, bound)
+            halves.conclude(*halves.forward(slot_ids, key.verify, bound), key.draft, key.needs, masks)
         torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile: NCCL's watchdog asks whether earlier collectives have ended.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = self._decode(slot_ids, *key, bound)
-        captured = self._graphs[key, size, bound] = _Captured(graph, result)
+        graphs = [torch.cuda.CUDAGraph()]
+        with self._capturing(graphs[0]):
+            rows = halves.forward(slot_ids, key.verify, bound)
+            if not has_grammars:
+                result = halves.conclude(*rows, key.draft, key.needs, None)
+        if has_grammars:
+            graphs.append(torch.cuda.CUDAGraph())
+            with self._capturing(graphs[1]):
+                result = halves.conclude(*rows, key.draft, key.needs, masks)
+        captured = self._graphs[key, size, bound] = _Captured(graphs, result)
         return captured
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        # Other threads may call CUDA meanwhile: NCCL's watchdog asks whether earlier collectives have ended.
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
 
 
 def _plain(key: GraphKey) -> GraphKey:
@@ -108,10 +136,11 @@ def _plain(key: GraphKey) -> GraphKey:
 
 def _first(result: StepResult, count: int) -> StepResult:
     """Without what was computed for padding."""
-    verdict, scores = result
+    verdict, scores, drafts = result
     return StepResult(
         Verdict(verdict.tokens[:count], verdict.counts[:count]),
         TokenScores(*(t[:count] for t in scores)) if scores is not None else None,
+        drafts[:count] if drafts is not None else None,
     )
 
 

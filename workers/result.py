@@ -14,13 +14,17 @@ class StepResult(NamedTuple):
 
     verdict: Verdict
     scores: TokenScores | None  # of the verdict's tokens, where a request asked (rank 0)
+    drafts: torch.Tensor | None = None  # [sampled, drafts] int64 made for the next step, where a grammar follows them
 
 
 class OnHost:
     """A copy of a StepResult that is under way to the host."""
 
     def __init__(self, result: StepResult, device: torch.device) -> None:
-        self._tensors = [t if device.type == "cpu" else _pinned(t) for t in (*result.verdict, *(result.scores or ()))]
+        scores = () if result.scores is None else result.scores
+        self._has_drafts = result.drafts is not None
+        tensors = (*result.verdict, *(() if result.drafts is None else (result.drafts,)), *scores)
+        self._tensors = [t if device.type == "cpu" else _pinned(t) for t in tensors]
         self._arrived = None
         if device.type == "cuda":
             self._arrived = torch.cuda.Event()
@@ -30,12 +34,13 @@ class OnHost:
         """Whether `wait` would return at once."""
         return self._arrived is None or self._arrived.query()
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor, TokenScores | None]:
-        """tokens, counts, and the tokens' scores."""
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor, TokenScores | None, torch.Tensor | None]:
+        """tokens, counts, the tokens' scores, and drafts."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        tokens, counts, *scores = self._tensors
-        return tokens, counts, TokenScores(*scores) if scores else None
+        tokens, counts, *others = self._tensors
+        drafts = others.pop(0) if self._has_drafts else None
+        return tokens, counts, TokenScores(*others) if others else None, drafts
 
 
 class LaunchedStep(NamedTuple):

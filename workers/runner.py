@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,7 +20,9 @@ from layers.ops import make_ops
 from layers.parallel import TensorParallel
 from workers.cache import CacheLayout, pages_that_fit
 from workers.drafter import Drafter
-from workers.graphs import DecodeGraphs, GraphKey
+from workers.grammar import Grammars
+from workers.grammar_compiler import GrammarCompiler
+from workers.graphs import DecodeGraphs, DecodeHalves, GraphKey
 from workers.loader import differs, load_weights
 from workers.prompt_scores import PromptScorer
 from workers.random_weights import fill_randomly
@@ -66,6 +69,7 @@ class ModelRunner:
         self.backends = f"attention {context.attention.name}, experts {context.moe.name}"
         if context.sparse is not None:
             self.backends += f", top-k {context.sparse.topk.name} ({context.sparse.exchange})"
+        self.grammars = self._make_grammars()
         num_mtp = min(config.num_draft_tokens, model_config.mtp.num_modules) if model_config.mtp else 0
         positions = max_model_len + overshoot(config.num_draft_tokens)
         self.model = Decoder(context, model_config, positions, num_mtp, self._own_tensors(num_mtp))
@@ -123,18 +127,27 @@ class ModelRunner:
         scores: list[PromptScores] = []
         if plan.chunks:
             batch = self.tables.batch(plan)
-            result, hidden = self._step(batch, plan.draft, needs)
+            hidden = self._run(batch)
+            result = self.conclude(batch, hidden, plan.draft, needs, self._masks(slots, batch, needs))
             scores = self.scorer.score(plan, batch, hidden, self.model.logits)
             self.tables.end_chunks(plan.chunks)
         elif self.graphs is not None:
-            result = self.graphs.launch(GraphKey(plan.verify, plan.draft, needs), plan.decode, self.tables.bound(plan))
+            key = GraphKey(plan.verify, plan.draft, needs)
+            write = partial(self._write_masks, slots, rows=1 + plan.verify)
+            result = self.graphs.launch(key, slots, self.tables.bound(plan), write)
         else:
-            result = self.decode(self.tables.ids(slots), plan.verify, plan.draft, needs, self.tables.bound(plan))
-        return LaunchedStep(plan.step, slots, self.tables.launched(plan), OnHost(result, self.device), scores, begin)
+            batch, hidden = self.forward(self.tables.ids(slots), plan.verify, self.tables.bound(plan))
+            result = self.conclude(batch, hidden, plan.draft, needs, self._masks(slots, batch, needs))
+        step = LaunchedStep(plan.step, slots, self.tables.launched(plan), OnHost(result, self.device), scores, begin)
+        if self.grammars is not None and Needs.GRAMMAR in needs:
+            self.grammars.follow(step)
+        return step
 
     def finish(self, step: LaunchedStep) -> StepOutput:
         """Waits for a launched step; steps finish in the order in which they were launched."""
-        tokens, counts, token_scores = step.result.wait()
+        tokens, counts, token_scores, _ = step.result.wait()
+        if self.grammars is not None:
+            self.grammars.see(step)
         each = counts.tolist()
         self.tables.settle(step.unsettled, each)
         kept = [row[:count] for row, count in zip(tokens.tolist(), each, strict=True)]
@@ -144,29 +157,49 @@ class ModelRunner:
         begin, self._finished = max(step.begin, self._finished), time.perf_counter()
         return StepOutput(step.step, kept, logprobs, step.prompt_scores, self._finished - begin)
 
-    def decode(self, slot_ids: torch.Tensor, verify: int, draft: int, needs: Needs, max_length: int) -> StepResult:
-        """A whole step of slots [n] int64 that decode: nothing in it depends on the host's knowledge of the tokens, so
-        that a CUDA graph can hold it."""
-        return self._step(self.tables.decode_batch(slot_ids, verify, max_length), draft, needs)[0]
+    def forward(self, slot_ids: torch.Tensor, verify: int, max_length: int) -> tuple[StepBatch, torch.Tensor]:
+        """The first half of a step of slots [n] int64 that decode: rows -> model -> hidden states [rows, hidden]. As in
+        the second half, nothing depends on what the host knows of the tokens, so that CUDA graphs can hold both."""
+        batch = self.tables.decode_batch(slot_ids, verify, max_length)
+        return batch, self._run(batch)
 
-    def _step(self, batch: StepBatch, draft: int, needs: Needs) -> tuple[StepResult, torch.Tensor]:
-        """rows -> model -> verify -> advance -> draft. Also returns the rows' hidden states."""
-        hidden = self.model(batch.token_ids, batch.positions, self.caches, batch.attention)
-        result = self._verify(hidden, batch, needs)
+    def _run(self, batch: StepBatch) -> torch.Tensor:
+        return self.model(batch.token_ids, batch.positions, self.caches, batch.attention)
+
+    def conclude(
+        self, batch: StepBatch, hidden: torch.Tensor, draft: int, needs: Needs, masks: torch.Tensor | None
+    ) -> StepResult:
+        """The second half of a step: verify -> advance -> draft. `masks`: see `Sampler.verify`."""
+        result = self._verify(hidden, batch, needs, masks)
         self.tables.advance(batch, *result.verdict)
-        if self.drafter is not None:
-            self.drafter.run(batch, draft, hidden, result.verdict, self.caches[len(self.model_config.layers) :], needs)
-        return result, hidden
+        if self.drafter is None:
+            return result
+        own = self.caches[len(self.model_config.layers) :]
+        drafts = self.drafter.run(batch, draft, hidden, result.verdict, own, needs)
+        return result._replace(drafts=drafts) if Needs.GRAMMAR in needs else result
+
+    def _masks(self, slots: list[int], batch: StepBatch, needs: Needs) -> torch.Tensor | None:
+        """What grammars allow, where there are any, once it is known."""
+        if Needs.GRAMMAR not in needs:
+            return None
+        return self._write_masks(slots, len(slots), batch.per_sequence)
+
+    def _write_masks(self, slots: list[int], count: int, rows: int) -> torch.Tensor | None:
+        return None if self.grammars is None else self.grammars.write(slots, count, rows)
 
     def _admit(self, plan: StepPlan) -> None:
         self.tables.apply(plan)
         for slot in plan.freed:
             self.scorer.release(slot)
+            if self.grammars is not None:
+                self.grammars.release(slot)
         for admission in plan.admitted:
             self.scorer.admit(admission)
             self.sampler.admit(admission)
+            if self.grammars is not None:
+                self.grammars.admit(admission)
 
-    def _verify(self, hidden: torch.Tensor, batch: StepBatch, needs: Needs) -> StepResult:
+    def _verify(self, hidden: torch.Tensor, batch: StepBatch, needs: Needs, masks: torch.Tensor | None) -> StepResult:
         """Rank 0 decides; the others are told."""
         count, n = batch.sampled_rows.shape
         if not count:
@@ -176,7 +209,9 @@ class ModelRunner:
         if self.tp.rank == 0:
             logits = logits.view(count, n, -1)
             positions = batch.positions[batch.sampled_rows[:, 0]] + 1
-            verdict = self.sampler.verify(logits, batch.slot_ids, positions, batch.drafts, batch.num_drafts, needs)
+            verdict = self.sampler.verify(
+                logits, batch.slot_ids, positions, batch.drafts, batch.num_drafts, needs, masks
+            )
             if Needs.SCORES in needs:
                 scores = score_tokens(logits, verdict.tokens)
             decided = torch.cat((verdict.tokens, verdict.counts[:, None]), dim=1)
@@ -190,7 +225,17 @@ class ModelRunner:
         if self.device.type != "cuda" or not self.config.cuda_graphs:
             return None
         dense = self.model_config.indexer.top_k if self.model_config.indexer is not None else None
-        return DecodeGraphs(self.decode, self.config, self.tables.padding, self.tables.max_length, dense, self.device)
+        masks = None if self.grammars is None else self.grammars.buffer
+        halves = DecodeHalves(self.forward, self.conclude, masks)
+        return DecodeGraphs(halves, self.config, self.tables.padding, self.tables.max_length, dense, self.device)
+
+    def _make_grammars(self) -> Grammars | None:
+        if self.tp.rank != 0:
+            return None
+        vocab_size = self.model_config.vocab_size
+        compiler = GrammarCompiler(self.config.model, vocab_size, self.model_config.eos_token_ids)
+        rows = 1 + self.config.num_draft_tokens
+        return Grammars(compiler, self.config.max_num_seqs, rows, vocab_size, self.device)
 
     def _sparse_context(self) -> SparseContext | None:
         if (indexer := self.model_config.indexer) is None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from workers.bits import allowed_tokens
 from workers.draw import draw, uniform
 from workers.edits import LogitEdits
 from workers.penalties import PenaltyTables
@@ -31,6 +32,7 @@ class Needs(enum.IntFlag):
     EDITS = enum.auto()  # logit_bias, min_tokens
     PENALTIES = enum.auto()
     SCORES = enum.auto()  # logprobs
+    GRAMMAR = enum.auto()
 
     @classmethod
     def of(cls, params: SamplingParams, repeatable: bool) -> "Needs":
@@ -44,6 +46,7 @@ class Needs(enum.IntFlag):
             cls.EDITS: bool(params.logit_bias) or params.min_tokens > 0,
             cls.PENALTIES: params.has_penalties,
             cls.SCORES: params.logprobs is not None,
+            cls.GRAMMAR: bool(params.grammar),
         }
         return functools.reduce(operator.or_, (need for need, wanted in wants.items() if wanted), cls(0))
 
@@ -144,15 +147,19 @@ class Sampler:
         drafts: torch.Tensor,
         num_drafts: torch.Tensor,
         needs: Needs,
+        masks: torch.Tensor | None = None,
     ) -> Verdict:
         """Samples the next tokens of sequences, keeping the drafts that hold.
 
         logits [n, 1 + k, vocab] float32 after the last token and after each draft; slot_ids [n] int64; positions [n]
-        int64 that the first new tokens will have; drafts [n, k] int64, of which the first num_drafts [n] count.
+        int64 that the first new tokens will have; drafts [n, k] int64, of which the first num_drafts [n] count; masks
+        [n, 1 + k, words] int32: the tokens that grammars allow, as bits.
         """
         k = drafts.shape[1]
         row_positions = positions[:, None] + torch.arange(1 + k, device=self.device)
         processed = self._process(logits, slot_ids, row_positions, drafts, needs)
+        if masks is not None:
+            processed = processed.masked_fill(~allowed_tokens(masks, self.vocab_size), -torch.inf)
         picks = processed.argmax(-1)
         accepted = picks[:, :k] == drafts
         if Needs.DRAWS in needs:

@@ -68,6 +68,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ValueError("stop must not contain an empty string")
 
     @property
+    def needs_history(self) -> bool:
+        """Whether the worker must be told the tokens so far when the sequence enters a slot."""
+        return self.has_penalties or bool(self.grammar)
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the worker must know the tokens so far to process this request's logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
@@ -91,7 +96,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     num_computed: int  # tokens whose KV is already in `pages` (prefix cache)
     pages: list[int]
     stop_ids: list[int]  # ids that min_tokens masks (eos and stop_token_ids)
-    history: list[int]  # prompt and output so far; empty unless params.has_penalties
+    history: list[int]  # prompt and output so far; empty unless params.needs_history
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -125,11 +130,18 @@ class StartCache(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     num_pages: int
 
 
+class PrepareGrammar(msgspec.Struct, frozen=True, array_like=True, tag="grammar"):
+    """Compile a grammar, for a sequence that is to be admitted once that is done. Steps go on meanwhile."""
+
+    key: int
+    grammar: str  # as SamplingParams.grammar
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """Leave the step loop."""
 
 
-ToWorker = StartCache | StepPlan | Stop
+ToWorker = StartCache | StepPlan | PrepareGrammar | Stop
 
 # ------------------------------------------------------------------------------------------- workers -> driver
 
@@ -184,6 +196,13 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     seconds: float  # the step's duration on the worker
 
 
+class GrammarReady(msgspec.Struct, frozen=True, array_like=True, tag="compiled"):
+    """What became of a PrepareGrammar, from rank 0."""
+
+    key: int
+    problem: str | None  # why it cannot be used, or None
+
+
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The rank is about to exit; `message` is for the operator's log."""
 
@@ -191,4 +210,4 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
-FromWorker = Loading | Loaded | Ready | StepOutput | WorkerFailed
+FromWorker = Loading | Loaded | Ready | StepOutput | GrammarReady | WorkerFailed

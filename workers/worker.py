@@ -7,9 +7,11 @@ the parent process watches `run`; steps do not go through it but over ZeroMQ.
 import logging
 import os
 import socket
+import threading
 import time
 import traceback
 from collections import deque
+from functools import partial
 
 import msgspec
 import torch
@@ -23,8 +25,10 @@ from workers.result import LaunchedStep
 from workers.runner import ModelRunner
 from workers.step import (
     FromWorker,
+    GrammarReady,
     Loaded,
     Loading,
+    PrepareGrammar,
     Ready,
     StartCache,
     StepPlan,
@@ -89,14 +93,22 @@ class _Channel:
         self._plans = self._context.socket(zmq.SUB)
         self._plans.setsockopt(zmq.SUBSCRIBE, b"")
         self._plans.setsockopt(zmq.RCVHWM, 0)
-        self._replies = self._context.socket(zmq.PUSH)
-        for sock in (self._plans, self._replies):
-            sock.setsockopt(zmq.LINGER, 1000)
-            sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._plans.setsockopt(zmq.LINGER, 1000)
+        self._plans.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._plans.connect(spec.steps)
-        self._replies.connect(spec.replies)
+        self._address = spec.replies
+        self._replies = self._make_push()
+        self._from_threads: zmq.Socket[bytes] | None = None
+        self._lock = threading.Lock()
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._encoder = msgspec.msgpack.Encoder()
+
+    def _make_push(self) -> "zmq.Socket[bytes]":
+        sock = self._context.socket(zmq.PUSH)
+        sock.setsockopt(zmq.LINGER, 1000)
+        sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        sock.connect(self._address)
+        return sock
 
     def receive(self) -> ToWorker:
         """The next message; blocks without spinning."""
@@ -109,8 +121,16 @@ class _Channel:
     def send(self, message: FromWorker) -> None:
         self._replies.send(self._encoder.encode(message))
 
+    def send_from_thread(self, message: FromWorker) -> None:
+        """For other threads than the one that calls the other methods."""
+        with self._lock:
+            if self._from_threads is None:
+                self._from_threads = self._make_push()
+            self._from_threads.send(self._encoder.encode(message))
+
     def close(self) -> None:
-        self._context.destroy()
+        with self._lock:
+            self._context.destroy()
 
 
 def _serve(spec: WorkerSpec, channel: _Channel) -> None:
@@ -131,15 +151,25 @@ def _serve(spec: WorkerSpec, channel: _Channel) -> None:
             continue
         message = channel.receive()
         if isinstance(message, Stop):
+            if runner.grammars is not None:
+                runner.grammars.compiler.close()
             return
         if isinstance(message, StepPlan):
             # A decode step is launched at once, so that the device has it when the step before ends. One with prefill
             # takes the host long to launch, and no finished step should wait for that.
             finish(keep=1 if not message.chunks else 0)
             running.append(runner.launch(message))
+        elif isinstance(message, PrepareGrammar):
+            if runner.grammars is not None:
+                done = partial(_compiled, channel, message.key)
+                runner.grammars.compiler.prepare(message.grammar, done)
         elif isinstance(message, StartCache):
             runner.start_cache(message.num_pages)
             channel.send(Ready(spec.rank))
+
+
+def _compiled(channel: _Channel, key: int, problem: str | None) -> None:
+    channel.send_from_thread(GrammarReady(key, problem))
 
 
 def _start(spec: WorkerSpec, channel: _Channel) -> tuple[ModelRunner, dict[str, float]]:

@@ -18,6 +18,7 @@ from serve.parsers.output import END_THINK, THINK, Thinking
 
 Format = dict[str, Any]  # of a structural tag
 
+_MAX_WHITE_SPACE = 20  # characters between JSON's marks: room for indentation, but no endless lines
 MAX_GRAMMAR_CHARS = 256 * 1024
 # What JSON schemas may say and xgrammar passes over.
 _UNSUPPORTED = frozenset({"not", "if", "$dynamicRef", "$recursiveRef", "dependentSchemas"})
@@ -52,7 +53,9 @@ def turn_grammar(
         wanted = structure or calls
     if wanted is None:
         return ""
-    return json.dumps({"type": "structural_tag", "format": _after_reasoning(wanted, output, thinking)})
+    return json.dumps(
+        {"type": "structural_tag", "format": _after_reasoning(wanted, output, thinking)}, ensure_ascii=False
+    )
 
 
 class GrammarChecker:
@@ -114,7 +117,7 @@ def _structured_outputs(value: Any, field: str) -> Format | None:
 
 
 def _json_object(value: Any = True, field: str = "") -> Format:
-    return {"type": "json_schema", "json_schema": {"type": "object"}}
+    return {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": _MAX_WHITE_SPACE}
 
 
 def _json_schema(value: Any, field: str) -> Format:
@@ -126,7 +129,7 @@ def _json_schema(value: Any, field: str) -> Format:
     if not isinstance(value, dict | bool):
         raise bad_request(f"{field} must be a JSON schema", field, "invalid_schema")
     _check_keywords(value, field)
-    return {"type": "json_schema", "json_schema": value}
+    return {"type": "json_schema", "json_schema": value, "max_whitespace_cnt": _MAX_WHITE_SPACE}
 
 
 def _check_keywords(schema: Any, field: str) -> None:
@@ -217,6 +220,7 @@ def _calls(use: ToolUse, output: OutputFormat, *, must_call: bool) -> Format | N
         tool_choice=choice or ("required" if must_call else "auto"),
         reasoning="disabled",
         parallel_tool_calls=use.parallel,
+        max_whitespace_cnt=_MAX_WHITE_SPACE,
     )
     wanted: Format = tag.model_dump()["format"]
     return wanted

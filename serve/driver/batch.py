@@ -87,7 +87,7 @@ class Batch:
                 num_computed=seq.num_computed,
                 pages=list(seq.pages),
                 stop_ids=sorted(seq.stop_ids),
-                history=list(seq.token_ids) if seq.params.has_penalties else [],
+                history=list(seq.token_ids) if seq.params.needs_history else [],
             )
         )
 

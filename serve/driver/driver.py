@@ -12,7 +12,7 @@ from serve.driver.errors import EngineFailure
 from serve.driver.messages import AbortRequests, AddRequest, EngineDead, EngineOutputs, RequestDelta, ToDriver
 from serve.driver.scheduler import Scheduler
 from serve.driver.startup import Startup
-from workers.step import FromWorker, StepOutput, Stop, WorkerFailed
+from workers.step import FromWorker, GrammarReady, StepOutput, Stop, WorkerFailed
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ class StepLoop:
             for request in requests:
                 if isinstance(request, AddRequest):
                     self._scheduler.add(request)
+                    for message in self._scheduler.take_preparations():
+                        self._channels.broadcast(message)
                 elif isinstance(request, AbortRequests):
                     self._scheduler.abort(request.request_ids)
                     changed = True
@@ -102,7 +104,11 @@ class StepLoop:
             requests = self._channels.requests()
 
     def _take(self, reply: FromWorker) -> None:
-        if isinstance(reply, StepOutput):
+        if isinstance(reply, GrammarReady):
+            self._scheduler.prepared(reply)
+            self._plan_ahead()
+            self._report([], even_if_empty=False)
+        elif isinstance(reply, StepOutput):
             deltas = self._scheduler.update(reply)
             self._oldest_started = time.monotonic()
             self._plan_ahead()  # first the device, then the front end

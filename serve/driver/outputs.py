@@ -21,8 +21,9 @@ def accept(
     """Commits a step's tokens, the last of which was no draft, up to the one that ends the sequence, and says so in the
     delta.
 
-    A stop id is honoured once `min_tokens` outputs stand before it, which is also as long as workers mask it. The stop
-    token is part of the delta; tokens after the end are dropped.
+    A stop id is honoured once `min_tokens` outputs stand before it, which is also as long as workers mask it; where a
+    grammar allows nothing else it comes earlier, and is the end. The stop token is part of the delta; tokens after the
+    end are dropped.
     """
     num_kept = 0
     reason: str | None = None
@@ -31,7 +32,7 @@ def accept(
         num_outputs_before = len(seq.token_ids) - seq.num_prompt
         seq.token_ids.append(token)
         num_kept += 1
-        if token in seq.stop_ids and num_outputs_before >= seq.params.min_tokens:
+        if token in seq.stop_ids and (num_outputs_before >= seq.params.min_tokens or seq.params.grammar):
             reason, stop_token = "stop", token
             break
         if len(seq.token_ids) >= seq.max_len:

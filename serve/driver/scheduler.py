@@ -13,8 +13,8 @@ from serve.driver.messages import AddRequest, EngineStats, RequestDelta
 from serve.driver.outputs import accept, match_scores, to_signed64
 from serve.driver.pages import PageManager, pages_for, root_digest
 from serve.driver.sequence import Sequence
-from serve.driver.waiting import WaitingQueue
-from workers.step import StepOutput, StepPlan
+from serve.driver.waiting import Preparing, WaitingQueue
+from workers.step import GrammarReady, PrepareGrammar, StepOutput, StepPlan
 
 # Admission keeps back a page for each running sequence, but no more than this share of the cache, so that what was
 # just admitted is not preempted by the next page another one needs.
@@ -60,6 +60,7 @@ class Scheduler:
         self._drafts = drafts or DraftPolicy(0, adaptive=False)
         self._seed = seed
         self._sequences: dict[str, Sequence] = {}  # all that are not finished
+        self._preparing = Preparing()
         self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}  # by slot, in order of admission
         self._free_slots = list(reversed(range(max_num_seqs)))
@@ -108,8 +109,22 @@ class Scheduler:
         self._sequences[seq.request_id] = seq
         if not 0 < num_prompt < self._max_model_len:
             self._fail(seq, f"a prompt must have 1 to {self._max_model_len - 1} tokens, this one has {num_prompt}")
+        elif request.params.grammar:
+            self._preparing.hold(seq)
         else:
             self._enqueue(seq)
+
+    def take_preparations(self) -> list[PrepareGrammar]:
+        """What the workers must be told of the requests added since the last call; each is answered to `prepared`."""
+        return self._preparing.take_messages()
+
+    def prepared(self, ready: GrammarReady) -> None:
+        """The request of this key can run, or fails."""
+        seq = self._preparing.release(ready.key)
+        if seq is not None and ready.problem is None:
+            self._enqueue(seq)
+        elif seq is not None:
+            self._fail(seq, ready.problem or "")
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drops requests wherever they are. Unknown ids are ignored; no delta follows."""
@@ -304,6 +319,7 @@ class Scheduler:
     def _finish(self, seq: Sequence) -> None:
         seq.finished = True
         del self._sequences[seq.request_id]
+        self._preparing.discard(seq)
         self._waiting.discard(seq)
         self._vacate(seq)
 
@@ -346,8 +362,9 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """O(1), for when nothing is in flight. Raises RuntimeError when a request is stuck or something leaked."""
-        if self._sequences or self._waiting or self._running:
-            raise RuntimeError(f"no step is in flight, yet {len(self._sequences)} requests are unfinished")
+        unfinished = len(self._sequences) - len(self._preparing)
+        if unfinished or self._waiting or self._running:
+            raise RuntimeError(f"no step is in flight, yet {unfinished} requests are unfinished")
         if len(self._free_slots) != self._max_num_seqs or self._pages.num_held:
             raise RuntimeError(
                 f"idle with {len(self._free_slots)} of {self._max_num_seqs} slots free "

@@ -3,6 +3,7 @@
 import heapq
 
 from serve.driver.sequence import Sequence
+from workers.step import PrepareGrammar
 
 
 class WaitingQueue:
@@ -44,3 +45,31 @@ class WaitingQueue:
             self._heap = [entry for entry in self._heap if entry[2].queued]
             heapq.heapify(self._heap)
             self._num_dead = 0
+
+
+class Preparing:
+    """Sequences whose grammar a worker compiles; only then do they wait like the others."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Sequence] = {}  # by arrival
+        self._messages: list[PrepareGrammar] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, seq: Sequence) -> None:
+        self._held[seq.arrival] = seq
+        self._messages.append(PrepareGrammar(seq.arrival, seq.params.grammar))
+
+    def take_messages(self) -> list[PrepareGrammar]:
+        """What the workers must be told of the sequences held since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def release(self, key: int) -> Sequence | None:
+        """The sequence whose grammar was answered for; None if it has left."""
+        return self._held.pop(key, None)
+
+    def discard(self, seq: Sequence) -> None:
+        """Whether it is held or not."""
+        self._held.pop(seq.arrival, None)

@@ -10,29 +10,43 @@ import torch
 
 from configs.engine import EngineConfig
 from tests import REPOSITORY
-from workers.graphs import DecodeGraphs, GraphKey, ladder, length_ladder
+from workers.graphs import DecodeGraphs, DecodeHalves, GraphKey, ladder, length_ladder
 from workers.result import StepResult
 from workers.sampler import Needs, Verdict
 
 CPU = torch.device("cpu")
 PADDING = 99
+NO_MASKS = pytest.fail  # where there are no grammars nobody writes masks
 GREEDY, DEFAULT = Needs(0), Needs.DRAWS | Needs.REJECTION
 
 
 class Steps:
-    """Stands for `ModelRunner.decode`, and for a graph: a replay computes again from the same slot ids."""
+    """Stands for the halves of a decode step, and for graphs: a replay computes again from the same slot ids."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[int, int, int, Needs, int]] = []
         self.replays: list[list[int]] = []
+        self.second_halves = 0  # replayed apart
         self.capturing: Any = None
+        self.masks: list[Any] = []  # that the second halves were given
 
-    def decode(self, slot_ids: torch.Tensor, verify: int, draft: int, needs: Needs, bound: int) -> StepResult:
-        self.runs.append((len(slot_ids), verify, draft, needs, bound))
+    def forward(self, slot_ids: torch.Tensor, verify: int, bound: int) -> tuple[Any, Any]:
         if self.capturing is not None:
-            self.capturing.slot_ids = slot_ids
+            self.capturing.slot_ids, self.capturing.half = slot_ids, "both"
+        return (slot_ids, verify, bound), slot_ids
+
+    def conclude(self, batch: Any, hidden: Any, draft: int, needs: Needs, masks: Any) -> StepResult:
+        slot_ids, verify, bound = batch
+        self.runs.append((len(slot_ids), verify, draft, needs, bound))
+        self.masks.append(masks)
+        if self.capturing is not None and not hasattr(self.capturing, "half"):
+            self.capturing.slot_ids, self.capturing.half = slot_ids, "second"
         counts = torch.ones_like(slot_ids)
-        return StepResult(Verdict(slot_ids[:, None], counts), None)
+        drafts = slot_ids[:, None] if Needs.GRAMMAR in needs else None
+        return StepResult(Verdict(slot_ids[:, None], counts), None, drafts)
+
+    def halves(self) -> DecodeHalves:
+        return DecodeHalves(self.forward, self.conclude, lambda count, rows: (count, rows))
 
 
 @pytest.fixture
@@ -41,9 +55,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
     class Graph:
         slot_ids: torch.Tensor
+        half: str
 
         def replay(self) -> None:
-            steps.replays.append(self.slot_ids.tolist())
+            if self.half == "both":
+                steps.replays.append(self.slot_ids.tolist())
+            else:
+                steps.second_halves += 1
 
     @contextlib.contextmanager
     def capture(graph: Graph, **options: Any) -> Iterator[None]:
@@ -67,7 +85,7 @@ def make(steps: Steps, drafts: int = 0, dense: int | None = None, **settings: An
     config = EngineConfig(
         model=REPOSITORY / "examples" / "tiny-model", max_num_seqs=6, num_draft_tokens=drafts, **settings
     )
-    return DecodeGraphs(steps.decode, config, PADDING, 4096, dense, CPU)
+    return DecodeGraphs(steps.halves(), config, PADDING, 4096, dense, CPU)
 
 
 def test_ladders() -> None:
@@ -97,10 +115,10 @@ def test_a_batch_takes_the_next_size_and_is_filled_up(steps: Steps) -> None:
     graphs = make(steps)
     captured = len(steps.runs)
     for slots, size in (([4], 1), ([4, 2], 2), ([5, 4, 3, 2, 1], 6), ([0], 1)):
-        result = graphs.launch(GraphKey(0, 0, GREEDY), slots, 100)
+        result = graphs.launch(GraphKey(0, 0, GREEDY), slots, 100, NO_MASKS)
         assert steps.replays[-1] == slots + [PADDING] * (size - len(slots))
         assert result.verdict.tokens.flatten().tolist() == slots and len(result.verdict.counts) == len(slots)
-    graphs.launch(GraphKey(0, 0, DEFAULT), [1], 100)  # without drafts there is nothing to reject
+    graphs.launch(GraphKey(0, 0, DEFAULT), [1], 100, NO_MASKS)  # without drafts there is nothing to reject
     assert len(steps.runs) == captured
 
 
@@ -108,8 +126,22 @@ def test_what_only_some_need_is_captured_when_it_first_comes(steps: Steps) -> No
     graphs = make(steps, dense=1024)
     captured = len(steps.runs)
     for _ in range(3):
-        graphs.launch(GraphKey(0, 0, Needs.SCORES), [1, 2, 3], 1024)
+        graphs.launch(GraphKey(0, 0, Needs.SCORES), [1, 2, 3], 1024, NO_MASKS)
     assert steps.runs[captured:] == [(3, 0, 0, Needs.SCORES, 1024)] * 2
-    graphs.launch(GraphKey(0, 0, GREEDY), [1], 1025)  # past what is attended to densely
+    graphs.launch(GraphKey(0, 0, GREEDY), [1], 1025, NO_MASKS)  # past what is attended to densely
     assert steps.runs[captured + 2 :] == [(1, 0, 0, GREEDY, 4096)] * 2
     assert steps.replays[-1] == [1]
+
+
+def test_masks_are_written_between_the_halves_of_a_step(steps: Steps) -> None:
+    graphs = make(steps, drafts=2)
+    captured = len(steps.runs)
+    key = GraphKey(2, 2, GREEDY | Needs.GRAMMAR)
+    for count in range(1, 3):
+        written = []
+        result = graphs.launch(key, [3, 2, 1, 0, 4], 100, lambda size, w=written: w.append((size, steps.second_halves)))
+        assert written == [(6, count - 1)]  # the whole size of the graph, before its second half
+        assert steps.replays[-1] == [3, 2, 1, 0, 4, PADDING] and steps.second_halves == count
+        assert result.drafts is not None and result.drafts.flatten().tolist() == [3, 2, 1, 0, 4]
+    assert steps.runs[captured:] == [(6, 2, 2, key.needs, 4096)] * 2
+    assert steps.masks[captured:] == [(6, 3)] * 2

@@ -122,6 +122,7 @@ EVERYTHING = SamplingParams(
     stop=("END", "\n"),
     include_stop_str_in_output=True,
     skip_special_tokens=False,
+    grammar="{}",
 )
 
 
