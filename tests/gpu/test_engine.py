@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from serve.llm import LLM, Completion
+from tests.engine import test_grammar as grammar
 from tests.oracles import PromptReference, load_reference, oracle_folders
 from workers.step import SamplingParams
 
@@ -161,6 +162,18 @@ def test_drafts_of_unseeded_requests_are_taken_by_rejection_sampling(tiny_model:
     assert [len(completion.token_ids) for completion in done] == [60] * 16
     assert len({tuple(completion.token_ids) for completion in done}) == 16
     assert stats is not None and sum(stats.accepted_per_position) / stats.verifications > 0.8  # 1.2 on a CPU
+
+
+def test_grammars_hold_in_captured_steps(tiny_model: Path) -> None:
+    settings = {"device": "cuda", "dtype": "float32", "kv_cache_bytes": CACHE, "max_num_seqs": 16}
+    with LLM(tiny_model, cuda_graphs=False, **settings) as llm:
+        plain = grammar.answers(llm)
+    for one, (_, text, reason) in zip(grammar.requests()[1], plain, strict=True):
+        if reason == "stop":
+            grammar.check(text, one.grammar)
+    for drafts in (0, 3):
+        with LLM(tiny_model, num_draft_tokens=drafts, draft_policy="fixed", **settings) as llm:
+            assert grammar.answers(llm) == plain
 
 
 @pytest.mark.parametrize("exchange", ["replicated", "leader", "sharded"])
