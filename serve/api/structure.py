@@ -12,7 +12,7 @@ from typing import Any
 
 from serve.api.errors import bad_request
 from serve.api.protocol import GenerationRequest
-from serve.api.tools import ToolUse
+from serve.api.tools import ToolUse, check_depth
 from serve.parsers.detect import OutputFormat
 from serve.parsers.output import END_THINK, THINK, Thinking
 
@@ -37,7 +37,10 @@ def structured_format(request: GenerationRequest) -> tuple[Format, str] | None:
     ]
     if len(wanted) > 1:
         raise bad_request(f"{wanted[0][1]} and {wanted[1][1]} exclude each other", wanted[1][1])
-    return wanted[0] if wanted else None
+    if not wanted:
+        return None
+    check_depth(*wanted[0])
+    return wanted[0]
 
 
 def turn_grammar(

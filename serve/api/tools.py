@@ -10,6 +10,7 @@ from serve.api.protocol import ChatRequest
 # Names stand inside the models' tags: nothing that could end one. OpenAI allows letters, digits, _ and - alone.
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _MAX_TOOLS = 1024
+_MAX_DEPTH = 64  # of schemas: reading one takes time that grows with the cube of its depth
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,22 @@ def read_tools(request: ChatRequest) -> ToolUse | None:
         mode: Literal["auto", "required"] = "required" if choice == "required" else "auto"
         return ToolUse(tools, tools, mode, False, request.parallel_tool_calls)
     return _chosen(choice, tools, request.parallel_tool_calls)
+
+
+def check_depth(value: Any, field: str) -> None:
+    """Raises ApiError (400) for a schema that is nested too deeply."""
+    level = [value]
+    for _ in range(2 * _MAX_DEPTH):  # a schema's level is two of JSON's: "properties", and what is in it
+        level = [
+            inner for item in level for inner in (item.values() if isinstance(item, dict) else item) if _holds(inner)
+        ]
+        if not level:
+            return
+    raise bad_request(f"{field} is nested more than {_MAX_DEPTH} levels deep", field, "invalid_schema")
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, dict | list)
 
 
 def _chosen(choice: Any, tools: list[dict[str, Any]], parallel: bool) -> ToolUse:
@@ -105,6 +122,7 @@ def _check(function: dict[str, Any], where: str) -> None:
     parameters = function.get("parameters", {})
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise _wrong(f"{where}.parameters", "must be a JSON schema of type 'object'")
+    check_depth(parameters, f"{where}.parameters")
 
 
 def _wrong(field: str, message: str) -> ApiError:

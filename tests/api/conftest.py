@@ -36,7 +36,8 @@ class Api:
     """A serving whose engine follows one script (or one chosen by the call), and HTTP calls to its app."""
 
     def __init__(self, tokenizer: Tokenizer, script: Script | Callable[[Call], Script], **kwargs: Any) -> None:
-        self.engine = FakeEngine(tokenizer, script if callable(script) else lambda call: script)
+        make_engine = kwargs.pop("engine_class", FakeEngine)
+        self.engine = make_engine(tokenizer, script if callable(script) else lambda call: script)
         self.engine.max_model_len = kwargs.pop("max_model_len", 128)
         template = ChatTemplate.from_folder(FOLDER, tokenizer.special_tokens)
         self.serving = OpenAIServing(self.engine, tokenizer, kwargs.pop("template", template), "tiny", **kwargs)
