@@ -10,7 +10,7 @@ from serve.api.protocol import ChatRequest
 # Names stand inside the models' tags: nothing that could end one. OpenAI allows letters, digits, _ and - alone.
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _MAX_TOOLS = 1024
-_MAX_DEPTH = 64  # of schemas: reading one takes time that grows with the cube of its depth
+_MAX_DEPTH = 128  # levels of JSON in a schema: reading one takes time that grows with the cube of its depth
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def read_tools(request: ChatRequest) -> ToolUse | None:
 def check_depth(value: Any, field: str) -> None:
     """Raises ApiError (400) for a schema that is nested too deeply."""
     level = [value]
-    for _ in range(2 * _MAX_DEPTH):  # a schema's level is two of JSON's: "properties", and what is in it
+    for _ in range(_MAX_DEPTH):
         level = [
             inner for item in level for inner in (item.values() if isinstance(item, dict) else item) if _holds(inner)
         ]
