@@ -178,6 +178,12 @@ class ServeConfig(Settings):
     request_timeout_s: float | None = Field(
         default=None, gt=0, description="longest time of a request, streams included; default: no limit"
     )
+    sse_keep_alive_s: float = Field(
+        default=15.0, gt=0, description="streams send a comment when there was nothing to tell for so long"
+    )
+    cors_allow_origins: list[str] = Field(
+        default=[], description="origins whose pages may send requests, e.g. https://chat.example.com; * = all"
+    )
     deployment: DeploymentConfig = DeploymentConfig()
 
     @model_validator(mode="after")

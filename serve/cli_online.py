@@ -1,6 +1,7 @@
 """`shoal serve` and `shoal chat`."""
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from serve.chat_cli import run_chat
 from serve.tokenizer import Tokenizer
 
 APPLICATION = "shoal"
+_LAST_BYTES_S = 0.5
 _PHASES = ("Ray", "Serve's proxy", "replica and workers")
 
 
@@ -109,6 +111,7 @@ def _serve(args: argparse.Namespace) -> int:
         print(_banner(config.model_name, args.host, args.port), flush=True)
         print(f"(the start took {marks[-1] - marks[0]:.1f} s: {took})", flush=True)
         stop.wait()
+        _drain(ray_serve, stop, config.deployment.graceful_shutdown_timeout_s)
         print("stopping ...", flush=True)
     except RuntimeError as error:  # Serve's "Deploying application failed: <traceback>"
         raise ConfigError(str(error)) from None
@@ -116,6 +119,24 @@ def _serve(args: argparse.Namespace) -> int:
         ray_serve.shutdown()
         ray.shutdown()
     return 0
+
+
+def _drain(ray_serve: Any, stop: threading.Event, timeout_s: float) -> None:
+    """Lets requests in progress finish while new ones get a 503, until all have or a second signal comes."""
+    print("finishing requests in progress, new ones are refused (Ctrl-C again stops at once) ...", flush=True)
+    stop.clear()
+    ended = threading.Event()
+
+    def wait() -> None:
+        with contextlib.suppress(Exception):  # a replica that is gone has nothing to finish
+            ray_serve.get_app_handle(APPLICATION).broadcast("drain", timeout_s).results()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    while not stop.is_set() and not ended.wait(0.1):
+        pass
+    if ended.is_set():
+        stop.wait(_LAST_BYTES_S)  # until what the replica has sent is through the proxy
 
 
 def _init_ray(ray: Any, tp_size: int) -> None:

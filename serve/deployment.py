@@ -14,10 +14,12 @@ from configs.base import ConfigError
 from configs.engine import ServeConfig
 from serve.api.admission import Admission
 from serve.api.auth import API_KEYS_VARIABLE, load_api_keys
+from serve.api.caller import LEASE_FIELD, Caller, Leases
 from serve.api.responses import Json
 from serve.api.routes import create_app
 from serve.api.sampling import checkpoint_defaults
 from serve.api.serving import OpenAIServing
+from serve.api.structure import warm_up
 from serve.chat_template import load_chat_format
 from serve.driver.messages import StartupProgress
 from serve.engine import AsyncEngine
@@ -56,7 +58,9 @@ class LLMServer:
             raise ConfigError("LLMServer must run in a placement group: deploy it through serve.app:build")
         host = partial(RayHost, group=group, device=ray_device(self._config.engine))
         self._shown_percent = -1
+        warm = asyncio.create_task(asyncio.to_thread(warm_up))
         self._engine = await AsyncEngine.start(plan, host, self._show_progress)
+        await warm
         folder = self._config.engine.model
         chat = load_chat_format(folder, tokenizer.special_tokens)
         output = detect_output_format(folder, chat, self._config.tool_call_parser, self._config.reasoning_parser)
@@ -72,7 +76,10 @@ class LLMServer:
             Admission(self._config.max_sequences, self._config.admission.max_waiting_tokens),
             self._config.request_timeout_s,
             self._config.health_stall_s,
+            self._config.sse_keep_alive_s,
+            tuple(self._config.cors_allow_origins),
         )
+        self._leases = Leases()
         self._on_death = asyncio.create_task(self._exit_when_dead())
         _current = self
         self._log_start(time.perf_counter() - begin)
@@ -81,25 +88,37 @@ class LLMServer:
 
     async def chat(self, body: Json) -> Json:
         """A chat completion: OpenAI's request as a dict -> its answer."""
-        return await self.serving.chat(body)
+        return await self.serving.chat(body, self._caller(body))
 
     async def completions(self, body: Json) -> Json:
         """A text completion: OpenAI's request as a dict -> its answer."""
-        return await self.serving.completions(body)
+        return await self.serving.completions(body, self._caller(body))
 
     async def chat_stream(self, body: Json) -> AsyncGenerator[Json, None]:
         """The chunks of a chat completion (`handle.options(stream=True)`)."""
-        async for chunk in self.serving.chat_stream(body):
+        async for chunk in self.serving.chat_stream(body, self._caller(body)):
             yield chunk
 
     async def completions_stream(self, body: Json) -> AsyncGenerator[Json, None]:
         """The chunks of a text completion (`handle.options(stream=True)`)."""
-        async for chunk in self.serving.completions_stream(body):
+        async for chunk in self.serving.completions_stream(body, self._caller(body)):
             yield chunk
 
     async def models(self) -> Json:
         """The list of models, which has one."""
         return self.serving.models()
+
+    async def renew_lease(self, name: str) -> None:
+        """A client that gave calls this lease still waits for them; else they are aborted after LEASE_S seconds."""
+        self._leases.renew(name)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Before the end: refuses new requests with a 503, and waits for those in progress. Whether all have ended."""
+        return await self.serving.drain(timeout_s)
+
+    def _caller(self, body: Json) -> Caller:
+        lease = body.get(LEASE_FIELD)
+        return Caller(lease=self._leases.get(lease) if isinstance(lease, str) else None)
 
     async def check_health(self) -> None:
         """Serve's health check: an engine that died makes the replica be replaced. Never waits for a step."""

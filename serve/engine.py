@@ -125,6 +125,7 @@ class AsyncEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> AsyncGenerator[RequestDelta, None]:
         """Yields what each step adds; closing the generator aborts the request.
 
@@ -141,7 +142,7 @@ class AsyncEngine:
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = (*eos, *params.stop_token_ids)
         finished = False
-        self._send(AddRequest(request_id, token_ids, params, priority, cache_salt, stop_ids))
+        self._send(AddRequest(request_id, token_ids, params, priority, cache_salt, stop_ids, tenant))
         if not self._queues:
             self._progress = time.monotonic()
         self._queues[request_id] = queue  # after sending, which may fail; answers come through this same loop

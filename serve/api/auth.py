@@ -18,28 +18,35 @@ API_KEYS_VARIABLE = "SHOAL_API_KEYS"  # of the replica's environment: keys with 
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
 
 
+TENANT = "shoal.tenant"  # of the ASGI scope
+
+
 class ApiKeys:
     """The keys that are let in; none at all lets everybody in."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def check(self, authorization: str | None) -> None:
-        """Raises ApiError (401) unless the header (its bytes as Latin-1, as ASGI servers hand them on) is `Bearer KEY`
-        with one of the keys. Takes as long for a wrong key as for any right one."""
+    def check(self, authorization: str | None) -> str:
+        """The key's tenant: one name for each key, "" where none is needed.
+
+        Raises ApiError (401) unless the header (its bytes as Latin-1, as ASGI servers hand them on) is `Bearer KEY`
+        with one of the keys. Takes as long for a wrong key as for any right one.
+        """
         if not self._digests:
-            return
+            return ""
         scheme, _, given = (authorization or "").partition(" ")
         digest = _digest(given.strip().encode("latin-1", "replace"))
         known = [hmac.compare_digest(digest, key) for key in self._digests]
         if scheme.lower() == "bearer" and any(known):
-            return
+            return digest.hex()[:16]
         message = "Incorrect API key: send one that this server knows, as the header 'Authorization: Bearer KEY'."
         raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
 
 class RequireApiKey:
-    """ASGI middleware: every path but OPEN_PATHS needs a key. `get_keys` is called for each request."""
+    """ASGI middleware: every path but OPEN_PATHS needs a key, whose tenant it notes in the scope. `get_keys` is called
+    for each request."""
 
     def __init__(self, app: ASGIApp, get_keys: Callable[[], ApiKeys]) -> None:
         self._app = app
@@ -48,7 +55,7 @@ class RequireApiKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             try:
-                self._get_keys().check(Headers(scope=scope).get("authorization"))
+                scope[TENANT] = self._get_keys().check(Headers(scope=scope).get("authorization"))
             except Exception as error:
                 await error_response(to_api_error(error))(scope, receive, send)
                 return

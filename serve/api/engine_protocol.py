@@ -22,6 +22,7 @@ class Engine(Protocol):
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> AsyncIterator[RequestDelta]:
         """An async generator of what each step adds; the last delta has a finish_reason, and a delta may be empty.
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from serve.errors import EngineDeadError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")  # whose records bear X-Request-Id
 
 RETRY_AFTER_S = 5  # what clients are told when the engine is gone: about the time a replica takes to be replaced
 
@@ -75,6 +75,17 @@ def engine_stalled(seconds: float) -> ApiError:
     message = f"Requests are pending and no step has ended for {seconds:g} s."
     status = HTTPStatus.SERVICE_UNAVAILABLE
     return ApiError(status, message, "service_unavailable_error", code="engine_stalled", retry_after_s=RETRY_AFTER_S)
+
+
+def draining() -> ApiError:
+    message = "This server is about to stop and takes no new requests. Try again in a few seconds."
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    return ApiError(status, message, "service_unavailable_error", code="server_draining", retry_after_s=RETRY_AFTER_S)
+
+
+def client_gone() -> ApiError:
+    message = "The client has not renewed its lease: it is taken to be gone."
+    return ApiError(HTTPStatus.REQUEST_TIMEOUT, message, "timeout_error", code="client_gone")
 
 
 def request_timeout(seconds: float) -> ApiError:

@@ -4,6 +4,7 @@ import time
 import uuid
 from http import HTTPStatus
 
+from serve.api.caller import Caller
 from serve.api.choice import Choice, Echo, Turn
 from serve.api.errors import ApiError, bad_request
 from serve.api.job import Job
@@ -55,7 +56,7 @@ class Intake:
             message = f"The model {name!r} does not exist here: this server has {self._model_name!r}."
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
-    async def chat(self, request: ChatRequest) -> Job:
+    async def chat(self, request: ChatRequest, caller: Caller = Caller()) -> Job:
         self.check_model(request.model)
         use = read_tools(request)
         if use is not None and self._output.tool_format is None:
@@ -86,9 +87,9 @@ class Intake:
             )
             for index, one in enumerate(params)
         ]
-        return self._job("chatcmpl", request, [prompt], params, choices, logprobs)
+        return self._job("chatcmpl", request, [prompt], params, choices, logprobs, caller)
 
-    async def completion(self, request: CompletionRequest) -> Job:
+    async def completion(self, request: CompletionRequest, caller: Caller = Caller()) -> Job:
         self.check_model(request.model)
         grammar = await self._grammar(request, None, Thinking.CLOSED)
         prompts = await self._prompts.read_all(request.prompt, add_special_tokens=request.add_special_tokens)
@@ -105,7 +106,7 @@ class Intake:
                 params.append(self._params(request, choice, budget, request.logprobs, scored, grammar))
                 echo = Echo(prompt, prompt_only) if request.echo else None
                 choices.append(Choice(len(choices), self._tokenizer, params[-1], echo))
-        return self._job("cmpl", request, prompts, params, choices, request.logprobs)
+        return self._job("cmpl", request, prompts, params, choices, request.logprobs, caller)
 
     async def _grammar(self, request: GenerationRequest, use: ToolUse | None, thinking: Thinking) -> str:
         """What the output is held to, "" for nothing. Raises ApiError (400)."""
@@ -171,6 +172,7 @@ class Intake:
         params: list[SamplingParams],
         choices: list[Choice],
         logprobs: int | None,
+        caller: Caller,
     ) -> Job:
         return Job(
             id=f"{kind}-{uuid.uuid4().hex}",
@@ -185,4 +187,5 @@ class Intake:
             top_logprobs=logprobs,
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
+            caller=caller,
         )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from serve.api.caller import Caller
 from serve.api.choice import Choice
 from serve.api.prompts import Prompt
 from serve.api.responses import Json, usage
@@ -24,6 +25,7 @@ class Job:
     top_logprobs: int | None  # None = no log-probabilities wanted
     include_usage: bool
     continuous_usage: bool
+    caller: Caller
 
     def prompt(self, index: int) -> Prompt:
         return self.prompts[index // self.n]

@@ -13,7 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.api.auth import RequireApiKey
+from serve.api.auth import TENANT, RequireApiKey
+from serve.api.caller import Caller
+from serve.api.cors import Cors
 from serve.api.errors import ApiError, to_api_error
 from serve.api.responses import Json
 from serve.api.serving import Events, OpenAIServing
@@ -32,24 +34,28 @@ def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
     """The application; `get_serving` is called for each request, as the serving may exist only in a replica."""
     app = FastAPI(title="Shoal", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(RequireApiKey, get_keys=lambda: get_serving().api_keys)
+    app.add_middleware(Cors, get_origins=lambda: get_serving().cors_allow_origins)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _any_error)
+
+    def readable(path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        return app.api_route(path, methods=["GET", "HEAD"])
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         serving = get_serving()
-        return await _generate(request, serving.chat, serving.open_chat)
+        return await _generate(request, serving.chat, serving.open_chat, serving.keep_alive_s)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         serving = get_serving()
-        return await _generate(request, serving.completions, serving.open_completions)
+        return await _generate(request, serving.completions, serving.open_completions, serving.keep_alive_s)
 
-    @app.get("/v1/models")
+    @readable("/v1/models")
     async def models() -> Response:
         return json_response(get_serving().models())
 
-    @app.get("/v1/models/{name:path}")
+    @readable("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         try:
             return json_response(get_serving().model(name))
@@ -64,11 +70,11 @@ def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
     async def detokenize(request: Request) -> Response:
         return await _answer(request, get_serving().tokens.detokenize)
 
-    @app.get("/tokenizer_info")
+    @readable("/tokenizer_info")
     async def tokenizer_info() -> Response:
         return json_response(get_serving().tokens.info())
 
-    @app.get("/health")
+    @readable("/health")
     async def health() -> Response:
         try:
             get_serving().check_progress()
@@ -76,11 +82,11 @@ def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
             return error_response(error)
         return json_response({"status": "ok"})
 
-    @app.get("/version")
+    @readable("/version")
     async def version() -> Response:
         return json_response({"version": _version()})
 
-    @app.get("/metrics")
+    @readable("/metrics")
     async def metrics() -> Response:
         serving = get_serving()
         return Response(serving.render_metrics(), media_type=serving.metrics.content_type)
@@ -90,15 +96,17 @@ def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
 
 async def _generate(
     request: Request,
-    whole: Callable[[Json], Coroutine[Any, Any, Json]],
-    opened: Callable[[Json], Awaitable[Events]],
+    whole: Callable[[Json, Caller], Coroutine[Any, Any, Json]],
+    opened: Callable[[Json, Caller], Awaitable[Events]],
+    keep_alive_s: float,
 ) -> Response:
     """One answer or a stream of it. A client that goes away aborts either."""
+    caller = Caller(request.scope.get(TENANT, ""))
     try:
         body = await read_json_body(request)
         if isinstance(body, dict) and body.get("stream") is True:
-            return EventStream(await opened(body))
-        answer = await while_connected(request.receive, whole(body))
+            return EventStream(await opened(body, caller), keep_alive_s)
+        answer = await while_connected(request.receive, whole(body, caller))
     except Exception as error:
         return error_response(to_api_error(error))
     return Response(status_code=_CLIENT_CLOSED_REQUEST) if answer is None else json_response(answer)
@@ -117,6 +125,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     where = f"{request.method} {request.url.path}"
     if error.status_code == HTTPStatus.NOT_FOUND:
         message, code = f"Unknown request URL: {where}", "unknown_url"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and request.method == "OPTIONS":
+        return Response(status_code=HTTPStatus.NO_CONTENT, headers=error.headers)
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message, code = f"Method not allowed: {where}", "method_not_allowed"
     else:

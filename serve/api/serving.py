@@ -1,15 +1,18 @@
 """OpenAI's chat and completions over an engine: dicts in, dicts out. HTTP routes and deployment handles share it."""
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 from serve.api.admission import Admission, Ticket
 from serve.api.auth import ApiKeys
+from serve.api.caller import Caller, Lease
 from serve.api.choice import Choice, Piece
 from serve.api.engine_protocol import Engine
-from serve.api.errors import ApiError, engine_dead, engine_stalled, request_timeout, to_api_error
+from serve.api.errors import ApiError, client_gone, draining, engine_dead, engine_stalled, request_timeout, to_api_error
 from serve.api.fanout import Fanout
 from serve.api.intake import Intake
 from serve.api.job import Job
@@ -23,6 +26,10 @@ from serve.metrics import EngineMetrics, SequenceTimer
 from serve.parsers.detect import OutputFormat
 from serve.parsers.output import Said
 from serve.tokenizer import Tokenizer
+
+logger = logging.getLogger("ray.serve")  # whose records bear X-Request-Id
+
+_DRAIN_POLL_S = 0.05
 
 Events = AsyncGenerator[Json, None]
 
@@ -46,8 +53,13 @@ class OpenAIServing:
         admission: Admission | None = None,
         timeout_s: float | None = None,
         stall_s: float = 60.0,
+        keep_alive_s: float = 15.0,
+        cors_allow_origins: Sequence[str] = (),
     ) -> None:
         self.engine = engine
+        self.keep_alive_s = keep_alive_s
+        self.cors_allow_origins = cors_allow_origins
+        self._draining = False
         self._timeout_s = timeout_s
         self._stall_s = stall_s
         self._admission = admission or Admission()
@@ -85,14 +97,25 @@ class OpenAIServing:
             raise engine_dead()
 
     def check_progress(self) -> None:
-        """For health checks: raises ApiError (503) once the engine is gone, or has pending requests and has not ended a
-        step for too long. A busy engine, however many wait, is well."""
+        """For health checks: raises ApiError (503) once the engine is gone, while the server drains, or when requests
+        are pending and no step has ended for too long. A busy engine, however many wait, is well."""
         self.check_alive()
+        if self._draining:
+            raise draining()
         if self.engine.stalled_s > self._stall_s:
             raise engine_stalled(self._stall_s)
 
-    async def chat(self, body: Json) -> Json:
-        job = await self._intake.chat(parse(ChatRequest, body))
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests from now on, and waits for those in progress; returns whether all have ended in time."""
+        self._draining = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self._admission.num_sequences and loop.time() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return not self._admission.num_sequences
+
+    async def chat(self, body: Json, caller: Caller = Caller()) -> Json:
+        job = await self._intake.chat(parse(ChatRequest, body), caller)
         pieces = await self._collect(job)
         choices = [
             chat_choice(choice.index, piece, self._chat_scores(job, piece), choice.finish_reason)
@@ -100,8 +123,8 @@ class OpenAIServing:
         ]
         return job.head("chat.completion") | {"choices": choices, "usage": job.usage()}
 
-    async def completions(self, body: Json) -> Json:
-        job = await self._intake.completion(parse(CompletionRequest, body))
+    async def completions(self, body: Json, caller: Caller = Caller()) -> Json:
+        job = await self._intake.completion(parse(CompletionRequest, body), caller)
         pieces = await self._collect(job)
         choices = [
             text_choice(choice.index, piece.text(), self._text_scores(job, piece), choice.finish_reason)
@@ -109,33 +132,36 @@ class OpenAIServing:
         ]
         return job.head("text_completion") | {"choices": choices, "usage": job.usage()}
 
-    async def chat_stream(self, body: Json) -> Events:
+    async def chat_stream(self, body: Json, caller: Caller = Caller()) -> Events:
         """The chunks of a streamed answer; the body need not say `stream`."""
-        async with aclosing(await self.open_chat({**body, "stream": True})) as events:
+        async with aclosing(await self.open_chat({**body, "stream": True}, caller)) as events:
             async for event in events:
                 yield event
 
-    async def completions_stream(self, body: Json) -> Events:
+    async def completions_stream(self, body: Json, caller: Caller = Caller()) -> Events:
         """The chunks of a streamed answer; the body need not say `stream`."""
-        async with aclosing(await self.open_completions({**body, "stream": True})) as events:
+        async with aclosing(await self.open_completions({**body, "stream": True}, caller)) as events:
             async for event in events:
                 yield event
 
-    async def open_chat(self, body: Json) -> Events:
+    async def open_chat(self, body: Json, caller: Caller = Caller()) -> Events:
         """chat_stream in two steps: a bad request fails here, before the stream begins."""
-        job = await self._intake.chat(parse(ChatRequest, body))
+        job = await self._intake.chat(parse(ChatRequest, body), caller)
         return self._chat_events(job, self._enter(job))
 
-    async def open_completions(self, body: Json) -> Events:
+    async def open_completions(self, body: Json, caller: Caller = Caller()) -> Events:
         """completions_stream in two steps: a bad request fails here, before the stream begins."""
-        job = await self._intake.completion(parse(CompletionRequest, body))
+        job = await self._intake.completion(parse(CompletionRequest, body), caller)
         return self._completion_events(job, self._enter(job))
 
     def _enter(self, job: Job) -> Ticket:
-        """Raises ApiError: 503 when the engine is gone, 429 when it is full."""
+        """Raises ApiError: 503 when the engine is gone or the server drains, 429 when it is full."""
         self.check_alive()
+        if self._draining:
+            raise draining()
+        prompts = [len(job.prompt(index).token_ids) for index in range(len(job.choices))]
         try:
-            return self._admission.enter([len(job.prompt(index).token_ids) for index in range(len(job.choices))])
+            return self._admission.enter(prompts, job.caller.tenant)
         except ApiError:
             self.metrics.refused.inc()
             raise
@@ -186,13 +212,14 @@ class OpenAIServing:
     async def _run(self, job: Job, ticket: Ticket) -> AsyncGenerator[Choice, None]:
         """Runs the job's sequences; yields a choice whenever it has changed, the last time with a finish reason."""
         timers = [SequenceTimer(self.metrics) for _ in job.choices]
-        deadline = None if self._timeout_s is None else asyncio.get_running_loop().time() + self._timeout_s
+        begin = asyncio.get_running_loop().time()
+        deadline = math.inf if self._timeout_s is None else begin + self._timeout_s
         ended = "abort"
         try:
             async with Fanout([self._generate(job, index) for index in range(len(job.choices))]) as fanout:
                 left = len(job.choices)
                 while left:
-                    changed = self._take_in(job, await self._next(fanout, deadline), timers)
+                    changed = self._take_in(job, await self._next(fanout, deadline, job.caller.lease), timers)
                     for choice in changed:
                         ticket.begun(choice.index)
                         if choice.finish_reason:
@@ -205,16 +232,23 @@ class OpenAIServing:
             raise to_api_error(error) from None
         finally:
             ticket.leave()
+            self._log(job, asyncio.get_running_loop().time() - begin)
             for timer in timers:
                 timer.finish(ended)
 
-    async def _next(self, fanout: Fanout, deadline: float | None) -> list[tuple[int, RequestDelta]]:
-        """Raises ApiError (504) past the deadline, a time of the event loop."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await fanout.batch()
-        except TimeoutError:
-            raise request_timeout(self._timeout_s or 0.0) from None
+    async def _next(self, fanout: Fanout, deadline: float, lease: Lease | None) -> list[tuple[int, RequestDelta]]:
+        """Raises ApiError past the deadline (504), a time of the event loop, and for a client that is gone (408)."""
+        now = asyncio.get_running_loop().time
+        while True:
+            expires = math.inf if lease is None else lease.expires
+            try:
+                async with asyncio.timeout_at(None if (end := min(deadline, expires)) == math.inf else end):
+                    return await fanout.batch()
+            except TimeoutError:
+                if now() >= deadline and self._timeout_s is not None:
+                    raise request_timeout(self._timeout_s) from None
+                if lease is not None and now() >= lease.expires:
+                    raise client_gone() from None
 
     def _generate(self, job: Job, index: int) -> AsyncIterator[RequestDelta]:
         return self.engine.generate(
@@ -223,6 +257,7 @@ class OpenAIServing:
             request_id=f"{job.id}-{index}",
             priority=job.priority,
             cache_salt=job.cache_salt,
+            tenant=job.caller.tenant,
         )
 
     def _take_in(self, job: Job, batch: list[tuple[int, RequestDelta]], timers: list[SequenceTimer]) -> list[Choice]:
@@ -239,6 +274,11 @@ class OpenAIServing:
             if choice.finish_reason:
                 timers[index].finish(choice.finish_reason)
         return list(changed.values())
+
+    def _log(self, job: Job, seconds: float) -> None:
+        usage, reasons = job.usage(), ",".join(choice.finish_reason or "cut" for choice in job.choices)
+        tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        logger.info("%s: %d tokens in, %d out, %s, %.3f s", job.id, *tokens, reasons, seconds)
 
     def _chat_scores(self, job: Job, piece: Piece) -> Json | None:
         return None if job.top_logprobs is None else chat_logprobs(self._tokenizer, piece.scores, job.top_logprobs)

@@ -6,6 +6,7 @@ A tag is JSON text. It covers all that the model writes in its turn, the reasoni
 
 import asyncio
 import functools
+import importlib
 import json
 import re
 from typing import Any
@@ -72,9 +73,13 @@ class GrammarChecker:
             raise bad_request(f"{field}: {problem}", field, "invalid_schema")
 
 
+def warm_up() -> None:
+    """Imports xgrammar, which takes seconds the first time."""
+    importlib.import_module("xgrammar")
+
+
 @functools.lru_cache(maxsize=256)
 def _problem(grammar: str) -> str | None:
-    """In a thread: importing xgrammar takes seconds the first time."""
     import xgrammar
 
     try:

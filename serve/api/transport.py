@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from serve.api.errors import ApiError, bad_request, to_api_error
 from serve.api.responses import Json
 
+_SHORTEST_SLEEP_S = 0.001
 MAX_BODY_BYTES = 32 * 2**20
 
 # Some clients split lines at these characters too, which JSON may hold as they are.
@@ -47,9 +48,11 @@ def error_response(error: ApiError) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, closed with `data: [DONE]` also after an error. A client that goes away closes `events`."""
+    """Server-sent events, closed with `data: [DONE]` also after an error. A client that goes away closes `events`.
+    Where nothing was told for `keep_alive_s` seconds a comment is sent, which clients ignore and proxies do not."""
 
-    def __init__(self, events: AsyncGenerator[Json, None]) -> None:
+    def __init__(self, events: AsyncGenerator[Json, None], keep_alive_s: float) -> None:
+        self._keep_alive_s = keep_alive_s
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold chunks back
         self._lines = _sse(events)
         super().__init__(self._lines, headers=headers, media_type="text/event-stream")
@@ -58,8 +61,37 @@ class EventStream(StreamingResponse):
         await while_connected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._lines):
-            await self.stream_response(send)
+        keeper = _KeepAlive(send, self._keep_alive_s)
+        task = asyncio.create_task(keeper.run())
+        try:
+            async with aclosing(self._lines):
+                await self.stream_response(keeper.send)
+        finally:
+            task.cancel()
+
+
+class _KeepAlive:
+    """An ASGI `send` that knows when it was last used."""
+
+    def __init__(self, send: Send, period_s: float) -> None:
+        self._send = send
+        self._period_s = period_s
+        self._clock = asyncio.get_running_loop().time
+        self._last = self._clock()
+        self._idle = False  # between two messages of a response that has begun and not ended
+
+    async def send(self, message: Message) -> None:
+        self._idle = False
+        await self._send(message)
+        self._last = self._clock()
+        self._idle = message["type"] == "http.response.start" or message.get("more_body", False)
+
+    async def run(self) -> None:
+        """Sends comments until it is cancelled."""
+        while True:
+            await asyncio.sleep(max(self._last + self._period_s - self._clock(), _SHORTEST_SLEEP_S))
+            if self._idle and self._clock() >= self._last + self._period_s:
+                await self.send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

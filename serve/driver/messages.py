@@ -16,6 +16,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
     priority: int = 0  # lower runs first, as in vLLM
     cache_salt: str = ""  # requests share cached prefixes only under the same salt
     stop_ids: tuple[int, ...] = ()  # eos (unless ignore_eos) and params.stop_token_ids: what ends the sequence
+    tenant: str = ""  # tenants that wait take turns
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

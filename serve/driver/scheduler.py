@@ -13,7 +13,7 @@ from serve.driver.messages import AddRequest, EngineStats, RequestDelta
 from serve.driver.outputs import accept, match_scores, to_signed64
 from serve.driver.pages import PageManager, pages_for, root_digest
 from serve.driver.sequence import Sequence
-from serve.driver.waiting import Preparing, WaitingQueue
+from serve.driver.waiting import Preparing, Turns, WaitingQueue
 from workers.step import GrammarReady, PrepareGrammar, StepOutput, StepPlan
 
 # Admission keeps back a page for each running sequence, but no more than this share of the cache, so that what was
@@ -60,6 +60,7 @@ class Scheduler:
         self._drafts = drafts or DraftPolicy(0, adaptive=False)
         self._seed = seed
         self._sequences: dict[str, Sequence] = {}  # all that are not finished
+        self._turns = Turns()
         self._preparing = Preparing()
         self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}  # by slot, in order of admission
@@ -103,6 +104,7 @@ class Scheduler:
             seed=self._choose_seed(request.params.seed),
             priority=request.priority,
             arrival=self._num_added,
+            turn=self._turns.take(request.tenant, num_prompt + request.params.max_tokens),
             root_digest=root_digest(request.cache_salt),
         )
         self._num_added += 1
@@ -217,6 +219,7 @@ class Scheduler:
         if available < seq.pages_wanted:
             return False
         self._waiting.pop()
+        self._turns.started(seq)
         self._pages.acquire(cached)
         seq.pages = cached + self._pages.allocate(num_new)
         seq.num_registered = len(cached)

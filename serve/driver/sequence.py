@@ -25,6 +25,7 @@ class Sequence:
     seed: int  # signed 64 bit
     priority: int
     arrival: int
+    turn: int  # see `Turns`
     root_digest: bytes
 
     slot: int | None = None
@@ -43,9 +44,9 @@ class Sequence:
     _digests: list[bytes] = field(default_factory=list)  # of leading full pages, made when first asked for
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Who runs first: lower priority value, then earlier arrival."""
-        return self.priority, self.arrival
+    def order(self) -> tuple[int, int, int]:
+        """Who runs first: lower priority value, then whose tenant's turn it is, then earlier arrival."""
+        return self.priority, self.turn, self.arrival
 
     @property
     def can_decode(self) -> bool:

@@ -5,12 +5,36 @@ import heapq
 from serve.driver.sequence import Sequence
 from workers.step import PrepareGrammar
 
+_MANY_TENANTS = 1000
 
-class WaitingQueue:
-    """A heap by (priority, arrival) with removal from anywhere in amortised O(1)."""
+
+class Turns:
+    """Start-time fair queuing of tenants (Goyal et al. 1996): a sequence's turn comes after as much work as its tenant
+    asked for before, counted from where those in slots are now. Of one tenant alone the turns are those of arrival, and
+    one that was idle has saved up nothing."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Sequence]] = []
+        self._now = 0
+        self._ends: dict[str, int] = {}  # by tenant that asked for more than had its turn
+
+    def take(self, tenant: str, work: int) -> int:
+        """The turn of a sequence that may take `work` tokens."""
+        turn = max(self._now, self._ends.get(tenant, 0))
+        self._ends[tenant] = turn + work
+        return turn
+
+    def started(self, seq: Sequence) -> None:
+        """A sequence got a slot."""
+        self._now = max(self._now, seq.turn)
+        if len(self._ends) > _MANY_TENANTS:
+            self._ends = {tenant: end for tenant, end in self._ends.items() if end > self._now}
+
+
+class WaitingQueue:
+    """A heap by `Sequence.order` with removal from anywhere in amortised O(1)."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
         self._num_dead = 0  # entries whose sequence was discarded
 
     def __len__(self) -> int:
@@ -18,20 +42,20 @@ class WaitingQueue:
 
     def push(self, seq: Sequence) -> None:
         seq.queued = True
-        heapq.heappush(self._heap, (*seq.order, seq))
+        heapq.heappush(self._heap, (seq.order, seq))
 
     def peek(self) -> Sequence | None:
         """The next sequence, without taking it."""
-        while self._heap and not self._heap[0][2].queued:
+        while self._heap and not self._heap[0][1].queued:
             heapq.heappop(self._heap)
             self._num_dead -= 1
-        return self._heap[0][2] if self._heap else None
+        return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Sequence:
         """Takes the next sequence. Raises IndexError when there is none."""
         if self.peek() is None:
             raise IndexError("no sequence waits")
-        seq = heapq.heappop(self._heap)[2]
+        seq = heapq.heappop(self._heap)[1]
         seq.queued = False
         return seq
 
@@ -42,7 +66,7 @@ class WaitingQueue:
         seq.queued = False
         self._num_dead += 1
         if 2 * self._num_dead > len(self._heap):  # else an abort storm behind a blocked head would hold its memory
-            self._heap = [entry for entry in self._heap if entry[2].queued]
+            self._heap = [entry for entry in self._heap if entry[1].queued]
             heapq.heapify(self._heap)
             self._num_dead = 0
 

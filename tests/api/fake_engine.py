@@ -32,6 +32,7 @@ class Call:
     request_id: str
     priority: int
     cache_salt: str
+    tenant: str
 
 
 def fake_logprobs(token_id: int, count: int) -> TokenLogprobs:
@@ -63,8 +64,9 @@ class FakeEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> AsyncIterator[RequestDelta]:
-        call = Call(token_ids, params, request_id, priority, cache_salt)
+        call = Call(token_ids, params, request_id, priority, cache_salt, tenant)
         self.calls.append(call)
         self.running.add(request_id)
         ended = False
