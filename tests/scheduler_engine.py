@@ -21,10 +21,18 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}
 
     def add(
-        self, request_id: str, prompt: list[int], *, priority: int = 0, salt: str = "", stop=(), **params
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        priority: int = 0,
+        salt: str = "",
+        stop=(),
+        tenant: str = "",
+        **params,
     ) -> AddRequest:
         params = {"temperature": 0, "max_tokens": 500} | params
-        request = AddRequest(request_id, prompt, SamplingParams(**params), priority, salt, tuple(stop))
+        request = AddRequest(request_id, prompt, SamplingParams(**params), priority, salt, tuple(stop), tenant)
         self.scheduler.add(request)
         return request
 

@@ -2,18 +2,25 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import httpx
 import openai
 import pytest
+import ray
+from ray import serve as ray_serve
 
+from examples.composition import Verses
+from serve.api.caller import LEASE_S
 from serve.api.errors import ApiError
 from serve.client import Client
+from tests import REPOSITORY
 from tests.serving.conftest import APPLICATION, MODEL, Server
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -141,6 +148,71 @@ def test_bad_input_is_refused_and_the_next_request_served(server: Server, body: 
     assert server.metric("shoal_generation_tokens_total") == generated
     after = httpx.post(f"{server.url}/v1/completions", json={"prompt": "And", **GREEDY})
     assert after.json()["choices"][0]["text"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "age"],
+}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+
+
+def test_structured_output_and_tools_with_drafts(client: openai.OpenAI) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    common: dict = {"model": MODEL, "messages": [{"role": "user", "content": "David"}], "max_tokens": 200, "seed": 3}
+    for temperature in (0, 1):
+        answer = client.chat.completions.create(response_format=wanted, temperature=temperature, **common)
+        assert answer.choices[0].finish_reason == "stop"
+        person = json.loads(answer.choices[0].message.content or "")
+        assert set(person) == {"name", "age"} and len(person["name"]) <= 8 and 1 <= person["age"] <= 99
+    called = client.chat.completions.create(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, **common)
+    assert called.choices[0].finish_reason == "tool_calls"
+    calls = called.choices[0].message.tool_calls
+    assert calls and all(set(json.loads(call.function.arguments)) == {"name", "age"} for call in calls)
+    cut = client.chat.completions.create(response_format=wanted, **common | {"max_tokens": 3})
+    assert cut.choices[0].finish_reason == "length"
+
+
+def test_another_deployment_uses_the_client(server: Server) -> None:
+    ray_serve.run(
+        Verses.options(ray_actor_options={"num_cpus": 0.1}).bind(APPLICATION), name="verses", route_prefix="/verses"
+    )
+    try:
+        answer = httpx.get(f"{server.url}/verses", params={"reference": "Genesis 1:1"}, timeout=60).json()
+        direct = Client(APPLICATION).chat([{"role": "user", "content": "Genesis 1:1"}], temperature=0, max_tokens=64)
+        assert answer == {"Genesis 1:1": direct["choices"][0]["message"]["content"]}
+    finally:
+        ray_serve.delete("verses")
+
+
+_ABANDONED = """
+import ray, sys
+from serve.client import Client
+ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
+for chunk in Client(sys.argv[2]).stream_complete("And", max_tokens=200, ignore_eos=True, n=16):
+    print(chunk["id"], flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_client_waited_for_is_aborted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is held still, so that the request cannot end of itself before the lease does."""
+    address = ray.get_runtime_context().gcs_address
+    with subprocess.Popen(
+        [sys.executable, "-c", _ABANDONED, address, APPLICATION], stdout=subprocess.PIPE, cwd=REPOSITORY
+    ) as client:
+        assert client.stdout is not None and client.stdout.readline().startswith(b"cmpl-")
+        workers = [int(pid) for pid in subprocess.check_output(["pgrep", "-f", r"^ray::Worker"], text=True).split()]
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+        client.kill()
+    try:
+        time.sleep(LEASE_S + 3)
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: server.metric("shoal_num_requests_running") == 0, 2)
 
 
 @pytest.mark.slow
