@@ -50,6 +50,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
             "max_num_seqs": 16,
         },
         "served_model_name": MODEL,
+        "tool_call_parser": "glm",  # whose tags are few tokens of this vocabulary
         "deployment": {"graceful_shutdown_timeout_s": 5},
     }
     ray_serve.run(build(args), name=APPLICATION, route_prefix="/")
