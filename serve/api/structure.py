@@ -228,7 +228,7 @@ def _calls(use: ToolUse, output: OutputFormat, *, must_call: bool) -> Format | N
         tool_choice=choice or ("required" if must_call else "auto"),
         reasoning="disabled",
         parallel_tool_calls=use.parallel,
-        max_whitespace_cnt=_MAX_WHITE_SPACE,
+        max_whitespace_cnt=output.tool_format.spaces,
     )
     wanted: Format = tag.model_dump()["format"]
     return wanted

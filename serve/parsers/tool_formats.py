@@ -30,12 +30,14 @@ CallReader = Generator[CallEvent | None, None, None]
 
 class ToolFormat(ABC):
     """`begin` opens a block of calls. `gap` is what stands between the text before it and the block (None: any white
-    space), and is part of neither. `grammar` is xgrammar's name of the format."""
+    space), and is part of neither. `grammar` is xgrammar's name of the format, `spaces` how many white-space characters
+    may stand between its marks where a grammar demands a call."""
 
     begin: str
     gap: str | None = ""
     marks: tuple[str, ...]  # tags that may be special tokens
     grammar: str
+    spaces: int = 20  # room for indented JSON
 
     @abstractmethod
     def read(self, source: Source, tools: Schemas) -> CallReader:
@@ -120,6 +122,7 @@ class DsmlCalls(ToolFormat):
     """DeepSeek V3.2 and V4: a tag around each parameter says whether its value is a text or JSON."""
 
     gap = "\n\n"
+    spaces = 1
 
     def __init__(self, calls: str, grammar: str) -> None:
         """`calls`: name of the tag around all calls."""
@@ -162,6 +165,7 @@ class GlmCalls(ToolFormat):
     gap = None
     marks = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     grammar = "glm_4_7"
+    spaces = 1
 
     def read(self, source: Source, tools: Schemas) -> CallReader:
         name, mark = yield from source.until("<arg_key>", "</tool_call>")
