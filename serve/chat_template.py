@@ -108,7 +108,7 @@ class ChatTemplate(ChatFormat):
     def _render(
         self, messages: list[Message], tools: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]
     ) -> str:
-        described = [{**tool, "function": _DESCRIBED | tool["function"]} for tool in tools] or None
+        described = [{**tool, "function": _described(tool["function"])} for tool in tools] or None
         variables: dict[str, Any] = {"tools": described, "documents": None, **self._special_tokens, **kwargs}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
@@ -187,9 +187,6 @@ def load_chat_format(folder: Path, special_tokens: dict[str, str]) -> ChatFormat
     return template
 
 
-# What templates take for granted in a function.
-_DESCRIBED: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
-
 _PROBE: list[Message] = [
     {"role": "user", "content": "call"},
     {
@@ -215,6 +212,12 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _described(function: dict[str, Any]) -> dict[str, Any]:
+    """With all that templates take for granted, in the usual order."""
+    always = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {"name": function["name"]} | always | function
 
 
 def _tojson(

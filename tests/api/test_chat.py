@@ -48,7 +48,8 @@ def test_past_tool_calls(prompt_of, content, arguments):
         del past["content"]
     result = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}]}
     text = prompt_of([{"role": "user", "content": "hi"}, past, result])
-    assert text == f"{BOS}{USER}hi{ASSISTANT}{EOS}42{ASSISTANT}"
+    written = "<arg_key>a</arg_key><arg_value>1</arg_value>" if "a" in arguments else ""
+    assert text == f"{BOS}{USER}hi{ASSISTANT}\n<tool_call>f{written}</tool_call>{EOS}42{ASSISTANT}"
 
 
 def test_no_tool_calls_is_no_tool_call(prompt_of):

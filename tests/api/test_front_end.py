@@ -133,21 +133,21 @@ def test_a_client_that_does_not_renew_its_lease_is_gone(make_api, bytes_of, monk
 
 
 def test_a_renewed_lease_holds(make_api, bytes_of, monkeypatch):
-    monkeypatch.setattr(caller, "LEASE_S", 0.2)
+    monkeypatch.setattr(caller, "LEASE_S", 1.0)
     api = make_api(Script([*bytes_of("abc"), 1], pause_after=1))
 
     async def run():
         leases = Leases()
         lease = leases.get("me")
         call = asyncio.create_task(api.serving.completions(CMPL, Caller(lease=lease)))
-        for _ in range(12):
-            await asyncio.sleep(0.05)
+        for _ in range(14):
+            await asyncio.sleep(0.1)
             leases.renew("me")
         leases.renew("unknown")
         api.engine.resume.set()
         assert (await call)["choices"][0]["text"] == "abc"
         leases.get("other")
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.1)
         leases.get("third")
         assert len(leases._leases) == 1  # those that expired are forgotten
 

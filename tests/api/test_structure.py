@@ -19,7 +19,7 @@ GLM = OutputFormat("glm", thinker=True)
 
 @pytest.fixture
 def api(make_api, bytes_of):
-    return make_api(Script([*bytes_of("x"), 1]), output_format=GLM)
+    return make_api(Script([*bytes_of("x"), 1]), output_format=GLM, max_model_len=4096)
 
 
 @pytest.fixture(scope="module")

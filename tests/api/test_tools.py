@@ -184,7 +184,7 @@ def test_tools_are_shown_to_the_model(talk, tokenizer):
     source = "{{ messages[0].content }}{% if tools %}{{ tools | tojson }}{% endif %}"
     api = talk("x", template=ChatTemplate(source, tokenizer.special_tokens))
     api.chat(tools=TOOLS[1:], max_tokens=1)
-    shown = {"description": "", "parameters": {"type": "object", "properties": {}}, "name": "now"}
+    shown = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
     expected = "hi" + json.dumps([{"type": "function", "function": shown}])
     assert tokenizer.decode(api.engine.calls[-1].token_ids) == expected
     api.chat(tools=TOOLS[1:], tool_choice="none", max_tokens=1)
