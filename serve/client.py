@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve.api.caller import LEASE_FIELD, RENEW_S
 from serve.api.errors import ApiError
-from serve.api.responses import Json
+from serve.api.shapes import Json
 from serve.client_types import ChatChunk, ChatCompletion, Completion, ModelList
 
 

@@ -15,10 +15,10 @@ from configs.engine import ServeConfig
 from serve.api.admission import Admission
 from serve.api.auth import API_KEYS_VARIABLE, load_api_keys
 from serve.api.caller import LEASE_FIELD, Caller, Leases
-from serve.api.responses import Json
 from serve.api.routes import create_app
 from serve.api.sampling import checkpoint_defaults
 from serve.api.serving import OpenAIServing
+from serve.api.shapes import Json
 from serve.api.structure import warm_up
 from serve.chat_template import load_chat_format
 from serve.driver.messages import StartupProgress

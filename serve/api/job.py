@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from serve.api.caller import Caller
 from serve.api.choice import Choice
 from serve.api.prompts import Prompt
-from serve.api.responses import Json, usage
+from serve.api.shapes import Json, usage
 from workers.step import SamplingParams
 
 

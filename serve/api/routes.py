@@ -17,8 +17,8 @@ from serve.api.auth import TENANT, RequireApiKey
 from serve.api.caller import Caller
 from serve.api.cors import Cors
 from serve.api.errors import ApiError, to_api_error
-from serve.api.responses import Json
 from serve.api.serving import Events, OpenAIServing
+from serve.api.shapes import Json
 from serve.api.transport import (
     EventStream,
     error_response,

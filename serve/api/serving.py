@@ -18,7 +18,7 @@ from serve.api.intake import Intake
 from serve.api.job import Job
 from serve.api.logprobs import chat_logprobs, completion_logprobs
 from serve.api.protocol import ChatRequest, CompletionRequest, parse
-from serve.api.responses import Json, chat_choice, chat_delta, delta_of, model_card, text_choice
+from serve.api.shapes import Json, chat_choice, chat_delta, delta_of, model_card, text_choice
 from serve.api.tokens import TokenCalls
 from serve.chat_template import ChatFormat
 from serve.driver.messages import RequestDelta

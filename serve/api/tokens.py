@@ -6,7 +6,7 @@ from typing import Any
 from serve.api.errors import bad_request
 from serve.api.intake import Intake
 from serve.api.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest, parse
-from serve.api.responses import Json
+from serve.api.shapes import Json
 from serve.api.tools import read_tools
 from serve.tokenizer import Tokenizer, TokenizerError
 

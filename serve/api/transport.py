@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from serve.api.errors import ApiError, bad_request, to_api_error
-from serve.api.responses import Json
+from serve.api.shapes import Json
 
 _SHORTEST_SLEEP_S = 0.001
 MAX_BODY_BYTES = 32 * 2**20
