@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from serve.api.caller import LEASE_FIELD, RENEW_S
 from serve.api.errors import ApiError
 from serve.api.shapes import Json
-from serve.client_types import ChatChunk, ChatCompletion, Completion, ModelList
+from serve.client_types import ChatChunk, ChatCompletion, Completion, ModelList, ResponseEvent, ResponseObject
 
 
 class Client:
@@ -35,6 +35,10 @@ class Client:
     def complete(self, prompt: Any, **params: Any) -> Completion:
         return cast(Completion, self._call("completions", {"prompt": prompt, **params}))
 
+    def respond(self, input: Any, **params: Any) -> ResponseObject:
+        """OpenAI's Responses API: `input` is a text, or a list of items."""
+        return cast(ResponseObject, self._call("responses", {"input": input, **params}))
+
     def models(self) -> ModelList:
         return cast(ModelList, self._call("models"))
 
@@ -49,6 +53,16 @@ class Client:
 
     async def acomplete(self, prompt: Any, **params: Any) -> Completion:
         return cast(Completion, await self._acall("completions", {"prompt": prompt, **params}))
+
+    def stream_respond(self, input: Any, **params: Any) -> Generator[ResponseEvent, None, None]:
+        """The events of the Responses API."""
+        return self._stream("responses_stream", {"input": input, **params})
+
+    async def arespond(self, input: Any, **params: Any) -> ResponseObject:
+        return cast(ResponseObject, await self._acall("responses", {"input": input, **params}))
+
+    def astream_respond(self, input: Any, **params: Any) -> AsyncGenerator[ResponseEvent, None]:
+        return self._astream("responses_stream", {"input": input, **params})
 
     async def amodels(self) -> ModelList:
         return cast(ModelList, await self._acall("models"))

@@ -126,3 +126,46 @@ class Model(TypedDict):
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[Model]
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: OutputTokens
+    total_tokens: int
+
+
+class ResponseObject(TypedDict):
+    """What is common to all; the request's fields are given back beside these."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int  # Unix seconds
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[dict[str, Any]]  # by `type`: reasoning, message, function_call
+    usage: ResponseUsage | None  # None while it is in progress
+
+
+class ResponseEvent(TypedDict):
+    """`type` says which fields it has besides."""
+
+    type: str
+    sequence_number: int
+    response: NotRequired[ResponseObject]
+    output_index: NotRequired[int]
+    item_id: NotRequired[str]
+    item: NotRequired[dict[str, Any]]
+    content_index: NotRequired[int]
+    part: NotRequired[dict[str, Any]]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    arguments: NotRequired[str]
+    name: NotRequired[str]
+    logprobs: NotRequired[list[dict[str, Any]]]
+    message: NotRequired[str]
+    code: NotRequired[str | None]
+    param: NotRequired[str | None]

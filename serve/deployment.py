@@ -104,6 +104,15 @@ class LLMServer:
         async for chunk in self.serving.completions_stream(body, self._caller(body)):
             yield chunk
 
+    async def responses(self, body: Json) -> Json:
+        """OpenAI's request to /v1/responses as a dict -> a Response object."""
+        return await self.serving.responses.create(body, self._caller(body))
+
+    async def responses_stream(self, body: Json) -> AsyncGenerator[Json, None]:
+        """The events of a Response (`handle.options(stream=True)`)."""
+        async for event in self.serving.responses.stream(body, self._caller(body)):
+            yield event
+
     async def models(self) -> Json:
         """The list of models, which has one."""
         return self.serving.models()
@@ -114,7 +123,7 @@ class LLMServer:
 
     async def drain(self, timeout_s: float) -> bool:
         """Before the end: refuses new requests with a 503, and waits for those in progress. Whether all have ended."""
-        return await self.serving.drain(timeout_s)
+        return await self.serving.runner.drain(timeout_s)
 
     def _caller(self, body: Json) -> Caller:
         lease = body.get(LEASE_FIELD)

@@ -1,7 +1,7 @@
 """One choice of an answer: a sequence's tokens turned into its parts, scores and a finish reason."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from serve.api.errors import ApiError
 from serve.api.prompts import Prompt
@@ -19,6 +19,7 @@ class TokenScore(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None
     offset: int
+    inside: Literal["content", "reasoning", "calls"] = "content"  # what the token is part of
 
 
 class Piece(NamedTuple):
@@ -127,12 +128,17 @@ class Choice:
 
     def _add_token(self, token_id: int, score: TokenLogprobs | None, *, shown: bool) -> None:
         self.num_tokens += 1
-        if self._params.logprobs is not None:
-            self._scores.append(TokenScore(token_id, score, self._offset))
-        thought = self._thinks
+        offset, thought = self._offset, self._thinks
         if shown:
             self._add_text(self._detokenizer.add(token_id), searched=self.num_tokens > self._params.min_tokens)
-        self.num_reasoning_tokens += thought or self._thinks
+        thought = thought or self._thinks
+        self.num_reasoning_tokens += thought
+        if self._params.logprobs is not None:
+            calls = self._turn is not None and self._turn.parser.calls
+            inside: Literal["content", "reasoning", "calls"] = (
+                "reasoning" if thought else "calls" if calls else "content"
+            )
+            self._scores.append(TokenScore(token_id, score, offset, inside))
 
     @property
     def _thinks(self) -> bool:

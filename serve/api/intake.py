@@ -56,7 +56,8 @@ class Intake:
             message = f"The model {name!r} does not exist here: this server has {self._model_name!r}."
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
-    async def chat(self, request: ChatRequest, caller: Caller = Caller()) -> Job:
+    async def chat(self, request: ChatRequest, caller: Caller = Caller(), kind: str = "chatcmpl-") -> Job:
+        """`kind` is what the answer's id begins with."""
         self.check_model(request.model)
         use = read_tools(request)
         if use is not None and self._output.tool_format is None:
@@ -87,7 +88,7 @@ class Intake:
             )
             for index, one in enumerate(params)
         ]
-        return self._job("chatcmpl", request, [prompt], params, choices, logprobs, caller)
+        return self._job(kind, request, [prompt], params, choices, logprobs, caller)
 
     async def completion(self, request: CompletionRequest, caller: Caller = Caller()) -> Job:
         self.check_model(request.model)
@@ -106,7 +107,7 @@ class Intake:
                 params.append(self._params(request, choice, budget, request.logprobs, scored, grammar))
                 echo = Echo(prompt, prompt_only) if request.echo else None
                 choices.append(Choice(len(choices), self._tokenizer, params[-1], echo))
-        return self._job("cmpl", request, prompts, params, choices, request.logprobs, caller)
+        return self._job("cmpl-", request, prompts, params, choices, request.logprobs, caller)
 
     async def _grammar(self, request: GenerationRequest, use: ToolUse | None, thinking: Thinking) -> str:
         """What the output is held to, "" for nothing. Raises ApiError (400)."""
@@ -175,7 +176,7 @@ class Intake:
         caller: Caller,
     ) -> Job:
         return Job(
-            id=f"{kind}-{uuid.uuid4().hex}",
+            id=f"{kind}{uuid.uuid4().hex}",
             created=int(time.time()),
             model=self._model_name,
             prompts=prompts,

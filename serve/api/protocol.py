@@ -23,16 +23,16 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(StrictModel):
     """What both endpoints share. None = the client said nothing. Ranges are SamplingParams' to check."""
 
     model: str | None = None
@@ -110,7 +110,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(StrictModel):
     """POST /tokenize: a prompt, or messages."""
 
     model: str | None = None
@@ -126,7 +126,7 @@ class TokenizeRequest(_Strict):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(StrictModel):
     """POST /detokenize."""
 
     model: str | None = None
@@ -188,7 +188,7 @@ _STRUCTURE = (
 # Their nulls are part of a schema.
 _VERBATIM = frozenset({"guided_json", "json_schema"})
 
-Request = TypeVar("Request", bound=_Strict)
+Request = TypeVar("Request", bound=StrictModel)
 
 
 def parse(kind: type[Request], body: Any) -> Request:

@@ -51,6 +51,17 @@ def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
         serving = get_serving()
         return await _generate(request, serving.completions, serving.open_completions, serving.keep_alive_s)
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        serving = get_serving()
+        calls = serving.responses
+        return await _generate(request, calls.create, calls.open, serving.keep_alive_s, named_events=True)
+
+    @app.api_route("/v1/responses/{name:path}", methods=["GET", "HEAD", "POST", "DELETE"])
+    async def stored_response(name: str) -> Response:
+        message = "Responses are not stored by this server: there is none to read, cancel or delete."
+        return error_response(ApiError(HTTPStatus.NOT_FOUND, message, param="response_id", code="not_stored"))
+
     @readable("/v1/models")
     async def models() -> Response:
         return json_response(get_serving().models())
@@ -77,7 +88,7 @@ def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
     @readable("/health")
     async def health() -> Response:
         try:
-            get_serving().check_progress()
+            get_serving().runner.check_progress()
         except ApiError as error:
             return error_response(error)
         return json_response({"status": "ok"})
@@ -99,13 +110,15 @@ async def _generate(
     whole: Callable[[Json, Caller], Coroutine[Any, Any, Json]],
     opened: Callable[[Json, Caller], Awaitable[Events]],
     keep_alive_s: float,
+    *,
+    named_events: bool = False,
 ) -> Response:
     """One answer or a stream of it. A client that goes away aborts either."""
     caller = Caller(request.scope.get(TENANT, ""))
     try:
         body = await read_json_body(request)
         if isinstance(body, dict) and body.get("stream") is True:
-            return EventStream(await opened(body, caller), keep_alive_s)
+            return EventStream(await opened(body, caller), keep_alive_s, named=named_events)
         answer = await while_connected(request.receive, whole(body, caller))
     except Exception as error:
         return error_response(to_api_error(error))

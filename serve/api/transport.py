@@ -49,12 +49,13 @@ def error_response(error: ApiError) -> Response:
 
 class EventStream(StreamingResponse):
     """Server-sent events, closed with `data: [DONE]` also after an error. A client that goes away closes `events`.
-    Where nothing was told for `keep_alive_s` seconds a comment is sent, which clients ignore and proxies do not."""
+    Where nothing was told for `keep_alive_s` seconds a comment is sent, which clients ignore and proxies do not.
+    `named`: each event goes by its `type`, and they tell themselves of their end and of errors."""
 
-    def __init__(self, events: AsyncGenerator[Json, None], keep_alive_s: float) -> None:
+    def __init__(self, events: AsyncGenerator[Json, None], keep_alive_s: float, *, named: bool = False) -> None:
         self._keep_alive_s = keep_alive_s
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold chunks back
-        self._lines = _sse(events)
+        self._lines = _named_sse(events) if named else _sse(events)
         super().__init__(self._lines, headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,6 +116,15 @@ async def _sse(events: AsyncGenerator[Json, None]) -> AsyncGenerator[bytes, None
     except Exception as error:
         yield _event(to_api_error(error).body())
     yield b"data: [DONE]\n\n"
+
+
+async def _named_sse(events: AsyncGenerator[Json, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield b"event: " + event["type"].encode() + b"\n" + _event(event)
+    except Exception as error:
+        to_api_error(error)  # for the log: the client was told
 
 
 def _event(content: Json) -> bytes:

@@ -63,6 +63,7 @@ class OutputParser:
         """Without `tool_format` nothing is a call. `parallel_calls`: False drops all calls but the first."""
         self.thinks = thinking is Thinking.OPEN  # whether the text so far ends inside a reasoning
         self.has_calls = False
+        self.calls = False  # whether the text so far ends inside a block of calls
         self._source = Source()
         self._format = tool_format
         self._tools = tools or {}
@@ -101,7 +102,9 @@ class OutputParser:
         while not self._source.ended:
             is_block = yield from self._content()
             if is_block and self._format is not None:
+                self.calls = True
                 yield from self._calls(self._format)
+                self.calls = False
 
     def _reasoning(self) -> Generator[Said | None, None, None]:
         if not self._exact:

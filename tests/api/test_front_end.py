@@ -95,8 +95,8 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(make_api, bytes_of):
             running = asyncio.create_task(client.post("/v1/completions", json=CMPL | {"stream": True}))
             while not api.engine.calls:
                 await asyncio.sleep(0.01)
-            assert not await api.serving.drain(0.05)  # one still runs
-            drained = asyncio.create_task(api.serving.drain(30))
+            assert not await api.serving.runner.drain(0.05)  # one still runs
+            drained = asyncio.create_task(api.serving.runner.drain(30))
             await asyncio.sleep(0.01)
             health = await client.get("/health")
             refused = [await client.post("/v1/completions", json=CMPL | {"stream": s}) for s in (False, True)]

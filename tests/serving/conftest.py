@@ -46,7 +46,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
             "parallel": {"tp_size": 2},
             "kv_cache_bytes": 96 << 20,
             "num_draft_tokens": 2,
-            "max_model_len": 256,
+            "max_model_len": 768,
             "max_num_seqs": 16,
         },
         "served_model_name": MODEL,

@@ -126,7 +126,7 @@ def test_cancelled_streams_give_back_slots_and_pages(client: openai.OpenAI, serv
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
-        ({"prompt": "a " * 400}, 400, "prompt"),
+        ({"prompt": "a " * 1600}, 400, "prompt"),
         ({"prompt": ""}, 400, "prompt"),
         ({"prompt": [4096]}, 400, "prompt"),
         ({"prompt": [[1, 2], [-1]]}, 400, "prompt"),
