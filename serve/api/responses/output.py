@@ -177,7 +177,8 @@ class Answer:
         usage = self._job.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": usage["prompt_tokens_details"]
+            | {"cache_write_tokens": 0},  # there is no price on it
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],

@@ -8,6 +8,7 @@ from serve.api.caller import Caller
 from serve.api.errors import ApiError, to_api_error
 from serve.api.intake import Intake
 from serve.api.job import Job
+from serve.api.protocol import ChatRequest, parse
 from serve.api.responses.output import Answer
 from serve.api.responses.request import ResponsesRequest, in_these_words, read_request
 from serve.api.running import JobRunner
@@ -28,11 +29,9 @@ class ResponsesCalls:
     async def create(self, body: Json, caller: Caller = Caller()) -> Json:
         """A Response object."""
         job, request = await self._read(body, caller)
-        await self._runner.run_all(job)
         answer = Answer(job, request, self._tokenizer)
-        (choice,) = job.choices
-        for events in (answer.begin(), answer.add(choice.take()), answer.finish(choice)):
-            for _ in events:
+        async with aclosing(self._events(job, self._runner.enter(job), answer)) as events:
+            async for _ in events:
                 pass
         return answer.response()
 
@@ -45,17 +44,16 @@ class ResponsesCalls:
     async def open(self, body: Json, caller: Caller = Caller()) -> Events:
         """`stream` in two steps: a bad request fails here, before the stream begins."""
         job, request = await self._read(body, caller)
-        return self._events(job, request, self._runner.enter(job))
+        return self._events(job, self._runner.enter(job), Answer(job, request, self._tokenizer))
 
     async def _read(self, body: Json, caller: Caller) -> tuple[Job, ResponsesRequest]:
+        request, chat = read_request(body)
         try:
-            request, chat = read_request(body)
-            return await self._intake.chat(chat, caller, kind="resp_"), request
+            return await self._intake.chat(parse(ChatRequest, chat), caller, kind="resp_"), request
         except ApiError as error:
             raise in_these_words(error) from None
 
-    async def _events(self, job: Job, request: ResponsesRequest, ticket: Ticket) -> Events:
-        answer = Answer(job, request, self._tokenizer)
+    async def _events(self, job: Job, ticket: Ticket, answer: Answer) -> Events:
         try:
             async with aclosing(self._runner.run(job, ticket)) as changes:
                 for event in answer.begin():
