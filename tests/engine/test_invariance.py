@@ -24,9 +24,14 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
+_alone: dict[str, list[list[int]]] = {}
+
+
 def alone(llm: LLM, params: SamplingParams) -> list[list[int]]:
     """Each prompt in an engine that is otherwise idle."""
-    return [llm.generate([prompt], params)[0].token_ids for prompt in PROMPTS]
+    if repr(params) not in _alone:
+        _alone[repr(params)] = [llm.generate([prompt], params)[0].token_ids for prompt in PROMPTS]
+    return _alone[repr(params)]
 
 
 @ALL_PARAMS

@@ -15,7 +15,7 @@ from workers.step import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-NUM_PROMPTS = 200
+NUM_PROMPTS = 96
 PAGE_BYTES = 5 * 64 * (576 + 128) * 4  # layers and MTP module x positions x (latent and index key) x float32
 SEED = 20
 
@@ -58,11 +58,11 @@ def plain(llm: LLM) -> list[tuple[list[int], str, str]]:
 @pytest.mark.parametrize(
     ("count", "drafts", "policy", "settings"),
     [
-        (100, 1, "fixed", {}),
-        (60, 2, "fixed", {"kv_cache_bytes": 9 * PAGE_BYTES, "max_num_batched_tokens": 70}),
-        (60, 3, "fixed", {"kv_cache_bytes": 64 * PAGE_BYTES, "enable_prefix_caching": False}),
+        (64, 1, "fixed", {}),
+        (48, 2, "fixed", {"kv_cache_bytes": 9 * PAGE_BYTES, "max_num_batched_tokens": 70}),
+        (48, 3, "fixed", {"kv_cache_bytes": 64 * PAGE_BYTES, "enable_prefix_caching": False}),
         (NUM_PROMPTS, 3, "adaptive", {"max_num_batched_tokens": 100, "max_inflight_steps": 1}),
-        (50, 2, "fixed", {"tp": 2, "kv_cache_bytes": 64 * PAGE_BYTES, "max_num_batched_tokens": 300}),
+        (40, 2, "fixed", {"tp": 2, "kv_cache_bytes": 64 * PAGE_BYTES, "max_num_batched_tokens": 300}),
     ],
     ids=["1", "2 in a small cache and chunks", "3 without prefix cache", "adaptive", "tp 2"],
 )
