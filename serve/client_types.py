@@ -1,6 +1,12 @@
 """OpenAI's answers as typed dicts. Keys that are not required are there only when they have something to say."""
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import (
+    Any,
+    Literal,
+    NotRequired,  # typing's own are none to pydantic before Python 3.12
+)
+
+from typing_extensions import TypedDict
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -169,3 +175,27 @@ class ResponseEvent(TypedDict):
     message: NotRequired[str]
     code: NotRequired[str | None]
     param: NotRequired[str | None]
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class Text(TypedDict):
+    prompt: str
+
+
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """The envelope of every error."""
+
+    error: ErrorFields

@@ -12,3 +12,12 @@ from tests import REPOSITORY
 def tiny_model() -> Path:
     """The folder of the trained model that the repository ships."""
     return REPOSITORY / "examples" / "tiny-model"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several test processes (-n 2 --dist loadgroup) a file's tests stay together, for their fixtures, and so do
+    all of tests/serving, which share a Ray session."""
+    for item in items:
+        is_serving = item.path.parent.name == "serving"
+        item.add_marker(pytest.mark.xdist_group("serving" if is_serving else item.path.stem))

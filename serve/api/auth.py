@@ -15,7 +15,7 @@ from serve.api.transport import error_response
 
 API_KEYS_VARIABLE = "SHOAL_API_KEYS"  # of the replica's environment: keys with commas between
 # What load balancers and Prometheus ask without a key.
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/openapi.json"})
 
 
 TENANT = "shoal.tenant"  # of the ASGI scope

@@ -17,6 +17,7 @@ from serve.api.auth import TENANT, RequireApiKey
 from serve.api.caller import Caller
 from serve.api.cors import Cors
 from serve.api.errors import ApiError, to_api_error
+from serve.api.openapi import document
 from serve.api.serving import Events, OpenAIServing
 from serve.api.shapes import Json
 from serve.api.transport import (
@@ -96,6 +97,10 @@ def create_app(get_serving: Callable[[], OpenAIServing]) -> FastAPI:
     @readable("/version")
     async def version() -> Response:
         return json_response({"version": _version()})
+
+    @readable("/openapi.json")
+    async def openapi() -> Response:
+        return json_response(document(_version()))
 
     @readable("/metrics")
     async def metrics() -> Response:
