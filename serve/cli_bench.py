@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import functools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import aiohttp
 
 from configs.base import ConfigError
 from serve.bench import load, summary
-from serve.bench.requests import MAX_ERROR, BenchRequest, Endpoint, Record
+from serve.bench.requests import MAX_ERROR, BenchRequest, Endpoint, Record, send
 
 if TYPE_CHECKING:
     from serve.llm import LLM
@@ -40,6 +41,12 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _add_offline(throughput)
     throughput.add_argument("--num-prompts", type=_positive, default=256)
     throughput.set_defaults(run=_throughput)
+
+    overhead = kinds.add_parser("overhead", help="what HTTP and Serve add to the engine's own latency")
+    _add_offline(overhead)
+    overhead.add_argument("--streams", type=_positive, nargs="+", default=[1, 8, 32], help="requests at a time")
+    overhead.add_argument("--requests-each", type=_positive, default=8, help="requests for each of them")
+    overhead.set_defaults(run=_overhead)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -123,12 +130,13 @@ async def _run(args: argparse.Namespace, requests: list[BenchRequest]) -> tuple[
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
         model = args.model or await _first_model(session, args.base_url)
         endpoint = Endpoint(args.base_url, args.endpoint, model, args.extra_body, args.ignore_eos)
+        send_one = functools.partial(send, session, endpoint)
         warm = load.random_words if args.endpoint.endswith("chat/completions") else None
         for i in range(args.num_warmups):
             request = warm(1, 8, 2, i - 1)[0] if warm else BenchRequest([1 + i % 7] * 8, 2)
-            await load.run_load(session, endpoint, [request], [0.0], None)
+            await load.run_load(send_one, [request], [0.0], None)
         times = load.arrivals(len(requests), args.request_rate, args.seed)
-        whole = asyncio.create_task(load.run_load(session, endpoint, requests, times, args.max_concurrency))
+        whole = asyncio.create_task(load.run_load(send_one, requests, times, args.max_concurrency))
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, whole.cancel)
         return model, *await whole
 
@@ -170,6 +178,23 @@ def _throughput(args: argparse.Namespace) -> int:
         f"{result['requests_per_second']:.2f} requests/s, {result['output_tokens_per_second']:.1f} tokens/s out, "
         f"{result['tokens_per_second']:.1f} in and out"
     )
+    return _write(args, result)
+
+
+def _overhead(args: argparse.Namespace) -> int:
+    from serve.bench import overhead
+
+    engine = {
+        "model": str(args.model),
+        "parallel": {"tp_size": args.tp, "ep_size": args.ep},
+        "device": args.device,
+        "dtype": args.dtype,
+        "load_format": args.load_format,
+        "max_num_seqs": args.max_num_seqs,
+        "num_draft_tokens": args.num_draft_tokens,
+    }
+    result = overhead.measure(engine, args.streams, args.requests_each, args.input_len, args.output_len)
+    print(overhead.table(result))
     return _write(args, result)
 
 

@@ -1,11 +1,19 @@
 """Data that tests of every folder use; checkpoints with reference outputs come from `tests/oracles.py`."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import tests.kernels  # noqa: F401  (says how Triton runs, before any kernel is imported)
+from configs.engine import EngineConfig
 from tests import REPOSITORY
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several test processes would only wait for each other
+    torch.set_num_threads(1)
+    EngineConfig.model_fields["cpu_threads"].default = 1
+    EngineConfig.model_rebuild(force=True)
 
 
 @pytest.fixture(scope="session")

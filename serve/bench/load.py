@@ -7,13 +7,11 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-import aiohttp
-
 from configs.base import ConfigError
-from serve.bench.requests import BenchRequest, Endpoint, Record, send
+from serve.bench.requests import BenchRequest, Record
 
 _PROGRESS_S = 1.0
 
@@ -58,21 +56,20 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 async def run_load(
-    session: aiohttp.ClientSession,
-    endpoint: Endpoint,
+    send_one: Callable[[BenchRequest], Awaitable[Record]],
     requests: Sequence[BenchRequest],
     times: Sequence[float],
     max_concurrency: int | None,
 ) -> tuple[list[Record], float]:
-    """Sends all requests and waits for them -> their records, in order, and the whole duration in seconds. Cancelled
-    (Ctrl-C) it returns what has ended."""
+    """Sends all requests by `send_one` and waits for them -> their records, in order, and the whole duration in
+    seconds. Cancelled (Ctrl-C) it returns what has ended."""
     limit = asyncio.Semaphore(max_concurrency or len(requests))
     begin = time.perf_counter()
 
     async def one(request: BenchRequest, at: float) -> Record:
         await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
         async with limit:
-            return await send(session, endpoint, request)
+            return await send_one(request)
 
     tasks = [asyncio.create_task(one(request, at)) for request, at in zip(requests, times, strict=True)]
     progress = asyncio.create_task(_show_progress(tasks))
