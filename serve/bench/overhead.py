@@ -1,21 +1,16 @@
 """What HTTP costs: the same load on the engine alone and on `shoal serve`, one after the other."""
 
 import asyncio
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-import aiohttp
-
 from configs.base import ConfigError
-from configs.engine import EngineConfig, ServeConfig
+from configs.engine import ServeConfig
 from serve.bench import load, summary
-from serve.bench.requests import BenchRequest, Endpoint, Record, send
+from serve.bench.requests import BenchRequest, Record, send
+from serve.bench.server import serving
 from serve.engine import AsyncEngine
 from serve.hosting import EnginePlan, LocalHost
 from workers.step import SamplingParams
@@ -23,7 +18,6 @@ from workers.step import SamplingParams
 Send = Callable[[BenchRequest], Awaitable[Record]]
 
 _WARMUPS = 4
-_START_S = 600.0
 _METRICS = ("ttft", "tpot")
 
 
@@ -71,7 +65,7 @@ async def _measure(
         alone = await _run(partial(_generate, engine), concurrencies, loads)
     finally:
         await engine.stop()
-    async with _served(plan.config) as (session, endpoint):
+    async with serving(plan.config) as (session, endpoint, _):
         http = await _run(partial(send, session, endpoint), concurrencies, loads)
     rows = []
     for streams, one, other in zip(concurrencies, alone, http, strict=True):
@@ -110,52 +104,3 @@ async def _generate(engine: AsyncEngine, request: BenchRequest) -> Record:
             record.ttft = record.ttft or record.latency
             record.output_tokens += len(delta.token_ids)
     return record
-
-
-@asynccontextmanager
-async def _served(config: EngineConfig) -> AsyncIterator[tuple[aiohttp.ClientSession, Endpoint]]:
-    """`shoal serve` in a process of its own, until the end of the context."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "serve.cli", "serve", *_serve_flags(config), "--port", str(port)]
-    process = subprocess.Popen(command, stdout=sys.stderr)
-    try:
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-        ) as session:
-            deadline = time.monotonic() + _START_S
-            while not await _is_up(session, url):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise ConfigError("the server did not start: see its messages above")
-                await asyncio.sleep(0.5)
-            async with session.get(f"{url}/v1/models") as response:
-                model = (await response.json())["data"][0]["id"]
-            yield session, Endpoint(url, "/v1/completions", model, {}, ignore_eos=True)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _serve_flags(config: EngineConfig) -> list[str]:
-    """What makes `shoal serve` start the same engine."""
-    flags = {
-        "--model": config.model,
-        "--tp": config.parallel.tp_size,
-        "--ep": config.parallel.ep_size,
-        "--device": config.device,
-        "--dtype": config.dtype,
-        "--load-format": config.load_format,
-        "--max-num-seqs": config.max_num_seqs,
-        "--num-draft-tokens": config.num_draft_tokens,
-    }
-    return [str(part) for flag in flags.items() for part in flag] + ["--no-prefix-caching"]
-
-
-async def _is_up(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(f"{url}/health") as response:
-            return response.status == 200
-    except (aiohttp.ClientError, OSError):
-        return False
