@@ -88,6 +88,8 @@ def _serve(args: argparse.Namespace) -> int:
     Tokenizer(config.engine.model)  # what the replica needs, too, is refused now rather than there
     _check_port(args.host, args.port)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Behind HAProxy Serve waits 30 s before a replica ends; by then `_drain` has seen the last request off.
+    os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")
     print("starting Ray ...", flush=True)
     # Imported late, so that a wrong flag or file is told at once.
     import ray
