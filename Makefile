@@ -12,7 +12,7 @@ TP ?= 2
 HOST ?= 127.0.0.1
 PORT ?= 8000
 SERVE_ARGS ?= --device cpu
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --no-loadscope-reorder
 
 ifeq ($(DEVICE),gpu)
 extras := [gpu]

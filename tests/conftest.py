@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 import tests.kernels  # noqa: F401  (says how Triton runs, before any kernel is imported)
 from configs.engine import EngineConfig
@@ -22,10 +24,14 @@ def tiny_model() -> Path:
     return REPOSITORY / "examples" / "tiny-model"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several test processes (-n 2 --dist loadgroup) a file's tests stay together, for their fixtures, and so do
-    all of tests/serving, which share a Ray session."""
-    for item in items:
-        is_serving = item.path.parent.name == "serving"
-        item.add_marker(pytest.mark.xdist_group("serving" if is_serving else item.path.stem))
+class _ByFile(LoadScopeScheduling):
+    """A file's tests stay together, for their fixtures, and so do all of tests/serving, which share a Ray session."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "serving" if path.startswith("tests/serving/") else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """How several test processes (-n 2) share the tests."""
+    return _ByFile(config, log)
